@@ -68,7 +68,8 @@ def _modes(
     return [
         Mode(
             cluster.engine_gpus, staleness, trainer, engine.tensor_parallel, chosen.rollout.servers.max_running,
-            {phase.name: phase.seconds for phase in phases}, step_seconds(phases, overlaps=staleness > 0),
+            {phase.name: phase.seconds for phase in phases},
+            step_seconds(phases, overlaps=staleness > 0, apart=not cluster.colocated),
         )
         for staleness in ((0,) if cluster.colocated else (0, 1))
     ]  # fmt: skip

@@ -45,12 +45,17 @@ def overlaps(config: Config, cluster: Cluster) -> bool:
     return bool(config.rollout.max_staleness) and not cluster.colocated
 
 
-def step_seconds(phases: list[Phase], overlaps: bool) -> float:
+TRAINING = ("values", "critic", "log-probs", "training")  # phases that engines with GPUs of their own have no part in
+
+
+def step_seconds(phases: list[Phase], overlaps: bool, apart: bool = False) -> float:
+    """`apart`: the engines have GPUs of their own, and generate while the critic makes its updates."""
     seconds = {phase.name: phase.seconds for phase in phases}
+    generation = seconds.get("generation", 0.0)
     if overlaps:
-        training = sum(seconds.get(name, 0.0) for name in ("critic", "log-probs", "training"))
-        return max(seconds.get("generation", 0.0), training) + seconds.get("weight sync", 0.0)
-    return sum(seconds.values())
+        training = sum(seconds.get(name, 0.0) for name in TRAINING)
+        return max(generation, training) + seconds.get("weight sync", 0.0)
+    return sum(seconds.values()) - (min(generation, seconds.get("critic", 0.0)) if apart else 0.0)
 
 
 def step_phases(
@@ -65,7 +70,7 @@ def step_phases(
     if engine is not None and generation is not None:
         phases.append(_generation(task, engine, generation))
     if task.critic is not None:
-        phases.append(_critic(task, policy, memory))
+        phases += _critic(task, policy, memory)
     phases += _training(task, policy)
     if engine is not None:
         phases.append(_sync(task, rollout, policy, engine))
@@ -102,17 +107,23 @@ def _training(task: Task, policy: PolicyConfig) -> list[Phase]:
     return phases
 
 
-def _critic(task: Task, policy: PolicyConfig, memory: TrainerMemory) -> Phase:
+def _critic(task: Task, policy: PolicyConfig, memory: TrainerMemory) -> list[Phase]:
     critic = task.critic
     assert critic is not None
-    seconds, values = critic_seconds(task, policy)
-    detail = f"values {values:.1f} s, {task.work.updates * critic.config.epochs} updates"
+    values, updates = critic_seconds(task, policy)
+    turn, moving = 0.0, ""
     if critic.takes_turns:
         own = stage_memory(critic.shape, critic.policy(policy), task.world, 1, memory.stage, task.layers)
         moved = memory.weights + memory.optimizer + own.weights + own.optimizer
-        seconds += 2 * moved / HOST_BYTES_PER_SECOND
-        detail += f", {moved / GIB:.1f} GiB a GPU to host memory and back"
-    return Phase("critic", seconds, detail)
+        turn = 2 * moved / HOST_BYTES_PER_SECOND
+        moving = f", {turn:.1f} s: {moved / GIB:.1f} GiB a GPU to host memory and back"
+    what = f"{task.work.updates * critic.config.epochs} updates{moving}"
+    if not task.cluster.colocated:
+        what += "; while engines generate"
+    return [
+        Phase("values", values + turn, f"a forward pass of the critic over the batch{moving}"),
+        Phase("critic", updates + turn, what),
+    ]
 
 
 def _sync(task: Task, rollout: RolloutConfig, policy: PolicyConfig, engine: EnginePlan) -> Phase:
@@ -231,7 +242,7 @@ def make_plan(
         problems=problems,
         limit=planner.task.limit,
         phases=phases,
-        step_seconds=step_seconds(phases, overlaps=overlaps(config, cluster)),
+        step_seconds=step_seconds(phases, overlaps=overlaps(config, cluster), apart=not cluster.colocated),
         steps=config.trainer.steps,
         assumptions=assumption_lines(planner.task, config),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from megatron_dapo.planner.assumptions import LIKELY, MARGIN
 from megatron_dapo.planner.engine import EnginePlan
 from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.modes import Mode
-from megatron_dapo.planner.plan import Plan
+from megatron_dapo.planner.plan import TRAINING, Plan
 from megatron_dapo.planner.search import Candidate, as_settings
 
 NOTES = {
@@ -201,7 +201,7 @@ def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
         ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",
     )  # fmt: skip
     for mode in modes:
-        training = sum(mode.phases.get(name, 0.0) for name in ("critic", "log-probs", "training"))
+        training = sum(mode.phases.get(name, 0.0) for name in TRAINING)
         table.add_row(
             mode.name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
             str(mode.server_tensor_parallel), str(mode.max_running), f"{mode.phases['generation']:,.0f} s",

@@ -108,17 +108,17 @@ def judge(task: Task, policy: PolicyConfig, memory: TrainerMemory | None = None)
     needed = max(memory.total, critic.total)
     if not task.critic.takes_turns:
         needed = max(memory.total + critic.static, critic.total + memory.static)
-    seconds += critic_seconds(task, policy)[0]
+    seconds += sum(critic_seconds(task, policy))
     return Candidate(policy, memory, needed <= task.limit, seconds, critic)
 
 
 def critic_seconds(task: Task, policy: PolicyConfig) -> tuple[float, float]:
-    """Of one step: all of the critic's part without hand-overs, and the values alone."""
+    """Of one step, without hand-overs: the critic's values, and its updates."""
     assert task.critic is not None
     arguments = (task.critic.shape, task.critic.policy(policy), task.cluster, task.work, task.world, task.mfu)
     values = task.work.updates * pass_time(*arguments, train=False).total
     updates = task.work.updates * task.critic.config.epochs * pass_time(*arguments, train=True).total
-    return values + updates, values
+    return values, updates
 
 
 def memory_of(task: Task, policy: PolicyConfig) -> TrainerMemory:

@@ -1,7 +1,8 @@
 """The training loop: sample, compute advantages, update, record, save, sync weights, evaluate.
 
 One SPMD program. Rank 0 drives the engines (`rollouts`), every rank trains (`policy`). Training is on-policy; with
-`rollout.max_staleness` above 0 the next batches are generated while this one trains. The promises:
+`rollout.max_staleness` above 0 the next batches are generated while this one trains. A critic is trained last, while
+engines with GPUs of their own generate the next batch with the step's final policy. The promises:
 
 - A run that is killed at any moment and started again continues from its newest checkpoint with the same numbers.
 - A run that is asked to stop, or that must end on an error while its weights are consistent, saves first.
@@ -81,7 +82,7 @@ class Trainer:
                 self._record(step)
                 self.rollouts.await_ahead(self.steps_done)
                 self._save_when_due()
-                self._sync_weights()
+                self._sync_weights(self.steps_done)
                 self._evaluate_when_due()
             self._finish()
             return 0
@@ -183,7 +184,7 @@ class Trainer:
         if self.current is not None:
             self.colocation.onload()
             return self.current
-        self._sync_weights()
+        self._sync_weights(self.steps_done)
         for _ in range(BATCH_ATTEMPTS):
             batch = self.rollouts.sample(self.steps_done)
             self.colocation.onload()
@@ -201,6 +202,7 @@ class Trainer:
                         f"the gate rejected {BATCH_ATTEMPTS} batches of step {self.steps_done} (trainer.gate)"
                     )
         self.current = step
+        step.rollout_metrics |= self.rollouts.reward_metrics()  # before the next batch is graded
         self.rollouts.remove_batch(self.steps_done)
         return step
 
@@ -214,9 +216,9 @@ class Trainer:
         self.rollouts.collect_ahead(self.steps_done)
 
     def _update(self, step: TrainStep) -> None:
+        """The policy's updates depend on the critic's values alone, and only the next step's values on its updates."""
         updates = len(step.mini_batches)
-        if self.updates.train_critic(step, self.steps_done):
-            self.saves.unsaved = True
+        self.updates.add_values(step)
         with self.observer.phase("update") as phase:
             while not step.complete:
                 self.updates.make_one(step, self.steps_done)
@@ -225,6 +227,18 @@ class Trainer:
                 if not step.complete:
                     doing = f"training, {step.updates_done} of {updates} updates of step {self.steps_done} done"
                     self.collectives.stop_if_requested(doing)
+        if self.critic is not None:
+            self.saves.unsaved = True
+            self._collect_next()
+            self.updates.train_critic(step, self.steps_done)
+        self.updates.end_profile(self.steps_done)
+
+    def _collect_next(self) -> None:
+        """While the critic is trained. Engines that share the GPUs cannot, and with `max_staleness` they do already."""
+        rollout, last = self.config.rollout, self.steps_done + 1 == self.config.trainer.steps
+        if not (self.colocation.shared or rollout.max_staleness or last):
+            self._sync_weights(self.steps_done + 1)
+            self.rollouts.collect_ahead(self.steps_done)
 
     def _record(self, step: TrainStep) -> None:
         """The step is done: from here on the run is between two steps."""
@@ -233,16 +247,16 @@ class Trainer:
         with self.collectives.on_driver(f"recording step {self.steps_done}") as mine:
             if mine:
                 assert step.source is not None
-                metrics = {**step.metrics(self.policy), **self.rollouts.reward_metrics()}
+                metrics = step.metrics(self.policy)
                 if not self.config.evaluate.data.files:
                     self.saves.rate(metrics)
                 self.observer.step(self.steps_done, metrics, step.source.groups, step.arrays(self.config))
         self._await_records()
 
-    def _sync_weights(self) -> None:
-        """The engines serve the weights after the step."""
-        if self.rollouts.served_version != self.steps_done:
-            self.colocation.sync_weights(self.steps_done)
+    def _sync_weights(self, version: int) -> None:
+        """The engines serve the weights of `version`: those after that step."""
+        if self.rollouts.served_version != version:
+            self.colocation.sync_weights(version)
 
     def _await_records(self) -> None:
         """No step is trained while the one before it cannot be recorded."""
@@ -300,13 +314,14 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         self.saves.check_lock()
         with self.observer.phase("checkpoint"):
-            updates = self.current.updates_done if self.current else 0 if self.rollouts.sampling else None
+            step = self.current
+            updates = step.updates_done + step.critic_updates if step else 0 if self.rollouts.sampling else None
             state = {
                 "skipped_in_a_row": self.updates.skipped_in_a_row,
                 "critic_skipped_in_a_row": self.updates.critic_skipped_in_a_row,
                 "critic_is_ready": self.updates.critic_is_ready,
                 "observer": self.observer.state(),
-                "current": self.current.to_state() if self.current else None,
+                "current": step.to_state() if step else None,
                 **self.rollouts.state(),
             }
             self.saves.save(self.policy, self.steps_done, updates, state, wait=wait)

@@ -356,7 +356,7 @@ class RolloutDriver:
     def _reward_counts(self) -> dict[str, float]:
         now = self._responses.metrics()
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
-        reasons = sorted(name for name in now if name.startswith("reward/ungraded/"))
+        reasons = sorted(name for name in {**now, **self._counted} if name.startswith("reward/ungraded/"))
         return {name: now.get(name, 0.0) - self._counted.get(name, 0.0) for name in (*names, *reasons)}
 
     # ---- weights ----

@@ -128,6 +128,7 @@ class TrainStep:
 
     @property
     def complete(self) -> bool:
+        """Whether the policy's updates are done. The critic's follow."""
         return not self.trains_policy or self.updates_done == len(self.mini_batches)
 
     def add_values(self, values: Floats, config: Config, collectives: Collectives, policy: Policy) -> None:
@@ -348,16 +349,27 @@ class Updates:
     def _fresh(self, step: TrainStep, version: int) -> bool:
         return self._collectives.agree(step.sampled_by(version))
 
-    def train_critic(self, step: TrainStep, version: int) -> bool:
-        """All of the critic's part of a step, if there is a critic: values, advantages, its updates. The policy's
-        updates depend on its values alone, so they follow, and the two change places on the GPU once. Returns whether
-        updates were made."""
-        critic, total = self._critic, self._config.critic.epochs * len(step.mini_batches)
-        if critic is None or step.critic_updates == total:
-            return False
-        with self.observer.phase("critic") as phase, critic.turn():
+    def add_values(self, step: TrainStep) -> None:
+        """The critic's values, if there is a critic, and the advantages: all that the policy's updates need of it."""
+        critic = self._critic
+        if critic is None or step.batch.values is not None:
+            return
+        with self.observer.phase("critic"), critic.turn():
             step.add_values(critic.values(step.batch, step.mini_batches), self._config, self._collectives, self._policy)
-            for update in range(total):
+        enough = self._config.critic.pretraining.explained_variance
+        explained = step.rollout_metrics.get("critic/explained_variance")
+        ready = enough is not None and explained is not None and explained >= enough
+        self.critic_is_ready = self._collectives.agree(ready) or self.critic_is_ready
+
+    def train_critic(self, step: TrainStep, version: int) -> None:
+        """The critic's updates, or what is left of them. A stop is honoured before each."""
+        critic, total = self._critic, self._config.critic.epochs * len(step.mini_batches)
+        if critic is None or step.critic_updates >= total:
+            return
+        with self.observer.phase("critic") as phase, critic.turn():
+            while (update := step.critic_updates) < total:
+                doing = f"training, {update} of {total} updates of the critic in step {version} done"
+                self._collectives.stop_if_requested(doing)
                 batch = step.batch.select(step.mini_batches[update % len(step.mini_batches)])
                 try:
                     fault_points.reach("loop/before_critic_update")
@@ -370,11 +382,6 @@ class Updates:
                 step.critic_metrics.add(metrics)
                 step.critic_updates += 1
                 phase.update(step.critic_updates, total, "updates")
-        enough = self._config.critic.pretraining.explained_variance
-        explained = step.rollout_metrics.get("critic/explained_variance")
-        ready = enough is not None and explained is not None and explained >= enough
-        self.critic_is_ready = self._collectives.agree(ready) or self.critic_is_ready
-        return True
 
     def make_one(self, step: TrainStep, version: int) -> None:
         """The next update of the step."""
@@ -393,7 +400,10 @@ class Updates:
             metrics = {"update_skipped": 1.0}
         step.update_metrics.add(metrics)
         step.updates_done += 1
-        if step.complete and (line := self._profiler.end(version + 1)):
+
+    def end_profile(self, version: int) -> None:
+        """After the last update of a step."""
+        if line := self._profiler.end(version + 1):
             self.observer.log(line)
 
     def _max_mismatch(self, step: TrainStep, version: int, first: bool) -> float | None:

@@ -120,7 +120,7 @@ def test_plan_as_the_readme_says(readme, command, workplace, capsys):
     assert plan["layout"].endswith(f"DP{ranks}") or ranks == 1
     used, limit = plan["trainer_bytes"]["total"] / 2**30, plan["limit_bytes"] / 2**30
     names = ["generation", "log-probs", "training", "weight sync", "hand-over"]
-    names[1:1] = ["critic"] if "critic" in plan["phases"] else []
+    names[1:1] = [name for name in ("values", "critic") if name in plan["phases"]]
     phases = [plan["phases"].get(name) for name in names]
     seconds = ["" if value is None else f"{value:,.1f} s" for value in [*phases, plan["step_seconds"]]]
     row = f"| {plan['layout']} | {used:.1f} of {limit:.1f} GiB | {' | '.join(seconds)} |".replace("|  |", "| |")

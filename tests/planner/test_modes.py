@@ -22,8 +22,10 @@ def command(tmp_path):
     return ["plan", str(tmp_path / "run.yaml"), "--gpus", "4", "--compare", "--top", "50"]
 
 
-def test_every_division_is_ranked(command, capsys):
-    assert main([*command, "--json"]) == 0
+@pytest.mark.parametrize("advantage", ["group-std", "gae"])
+def test_every_division_is_ranked(advantage, command, capsys):
+    """With a critic, too, whose updates are made while engines with GPUs of their own generate the next batch."""
+    assert main([*command, "--json", "--set", f"algorithm.advantage={advantage}"]) == 0
     modes = json.loads(capsys.readouterr().out)
     seconds = [mode["seconds"] for mode in modes]
     assert seconds == sorted(seconds)
@@ -33,10 +35,12 @@ def test_every_division_is_ranked(command, capsys):
     for mode in modes:
         phases, total = mode["phases"], mode["seconds"]
         if mode["staleness"]:  # the longer side, and the weight update
-            training = phases["training"] + phases["log-probs"]
+            training = sum(phases.values()) - phases["generation"] - phases["weight sync"]
             assert total == pytest.approx(max(phases["generation"], training) + phases["weight sync"])
         else:
-            assert total == pytest.approx(sum(phases.values()))
+            hidden = min(phases["generation"], phases["critic"]) if advantage == "gae" and mode["engine_gpus"] else 0
+            assert total == pytest.approx(sum(phases.values()) - hidden)
+    assert all(("values" in mode["phases"]) == ("critic" in mode["phases"]) == (advantage == "gae") for mode in modes)
 
 
 def test_the_table_names_the_settings(command, capsys):

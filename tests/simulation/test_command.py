@@ -60,6 +60,19 @@ def test_a_sweep_ranks_every_combination(capsys):
     assert split["collecting_seconds"] > colocated["collecting_seconds"]
 
 
+def test_a_critic_is_trained_beside_the_next_batch_of_engines_apart(capsys):
+    sweep = ["--set", "algorithm.advantage=gae", "--sweep", "rollout.max_staleness=0,1", "--sweep", "engine_gpus=0,2"]
+    assert main([*COMMAND, *sweep, "--json"]) == 0
+    colocated, apart, *overlapping = json.loads(capsys.readouterr().out)
+    assert apart["critic_seconds"] > 0 == colocated["critic_seconds"]
+    assert all(item.get("critic_seconds", 0) == 0 for item in overlapping)
+    assert main([*COMMAND, *sweep[:2], "--output", "simulation.json"]) == 0
+    assert "s beside the next batch" in " ".join(capsys.readouterr().out.split())
+    events = json.loads(Path("simulation.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names[:5] == ["wait", "train", "sync", "critic", "wait"] and names.count("critic") == 2
+
+
 def test_impossible_settings_are_named(capsys):
     assert main([*COMMAND, "--sweep", "policy.tensor_parallel=1,3,4"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -96,6 +96,15 @@ def test_overlap_hides_the_shorter_side():
     assert overlapped.utilisation > 1.4 * turns.utilisation
 
 
+@pytest.mark.parametrize("critic", [5.0, 15.0])
+def test_a_critic_is_trained_beside_the_next_batch(critic):
+    """10.65 s of generation, or the critic's updates where they take longer; then training and the update."""
+    work = replace(WORK, kept=1.0, sigma=0.0, mean_response=1024)
+    found = simulate(replace(setting(work, training=8.0, **FINISH), critic_seconds=critic), steps=6)
+    assert found.step_seconds == pytest.approx(max(10.65, critic) + 8 + 1, rel=0.02)
+    assert max(step.max_staleness for step in found.steps) == 0
+
+
 def test_a_weight_update_computes_running_sequences_again():
     """Prefill that takes as long as a decoding step shows up in the seconds."""
     slow = replace(FLEET, decode=replace(ENGINE, per_prompt_token=1e-4))

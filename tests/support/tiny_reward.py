@@ -4,11 +4,18 @@ import os
 import time
 from pathlib import Path
 
+from megatron_dapo.types import Grade
+
 
 def even_characters(prompt, response):
     """Correct if at least three of the first four characters have even codes."""
     head = response[:4]
     return sum(ord(c) % 2 == 0 for c in head) >= 3
+
+
+def sometimes_ungraded(prompt, response):
+    """The same, without a verdict on one response in eight: these are counted."""
+    return Grade(None, 0.0) if sum(map(ord, response)) % 8 == 0 else even_characters(prompt, response)
 
 
 def paced(prompt, response):

@@ -1,5 +1,5 @@
-"""Runs with a critic: exact resume, also in another layout; value pre-training; the NaN guard; what they may start
-from."""
+"""Runs with a critic: the next batch is generated while it trains; exact resume, also in another layout; value
+pre-training; the NaN guard; what they may start from."""
 
 import json
 import signal
@@ -12,7 +12,10 @@ from long_lists import some
 from tiny_run import evaluated_config, raw_config
 
 from megatron_dapo import fault_points
+from megatron_dapo.engines.embedded.engine import EmbeddedEngine
+from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.step import NonFiniteError
+from megatron_dapo.trainer.loop import Trainer
 from megatron_dapo.weights.verify import verify
 
 STEPS = 3
@@ -25,6 +28,7 @@ def with_critic(make):
         raw.setdefault("algorithm", {})
         raw["algorithm"] |= {"advantage": "gae", "gae": {"alpha": 1.0}}
         raw["critic"] = CRITIC | raw.get("critic", {})
+        raw["reward"]["grader"] = "python:tiny_reward.sometimes_ungraded"
         return raw
 
     return made
@@ -56,15 +60,41 @@ def test_every_step_trains_both(straight):
     assert all("critic/explained_variance" in step and step["critic/lambda_mean"] > 0.5 for step in found)
 
 
-# Two mini-batches and two epochs: four updates of the critic before the policy's two.
+def wait_for_batches(*awaited):
+    """The critic's first update of step i waits until awaited[i] batches more are collected."""
+    collected = threading.Semaphore(0)
+
+    def wait(batches):
+        assert all(collected.acquire(timeout=30) for _ in range(batches)), "no batch was collected meanwhile"
+
+    for batch in range(1, sum(awaited) + 1):
+        fault_points.on("rollouts/after_collect", collected.release, count=batch)
+    for step, batches in enumerate(awaited):
+        fault_points.on("loop/before_critic_update", partial(wait, batches), count=4 * step + 1)
+
+
+def collect_afterwards():
+    """As with engines that share the GPUs."""
+    Trainer._collect_next = lambda self: None
+
+
+@pytest.mark.parametrize("when", [partial(wait_for_batches, 2, 1), collect_afterwards], ids=["meanwhile", "afterwards"])
+def test_when_the_next_batch_is_collected_changes_no_number(when, straight, tmp_path):
+    assert run(config(straight[0], tmp_path), when) == 0
+    assert_same_critic(tmp_path, straight)
+    assert all(step["reward/ungraded/by-grader"] for step in steps_of(tmp_path)), "no count that could be another's"
+
+
+# Two mini-batches and two epochs: four updates of the critic after the policy's two.
 MOMENTS = {
+    "an update of the policy": ("loop/before_update", 4),
+    "sending weights, the policy is done": ("loop/before_sync", 2),
     "an update of the critic": ("loop/before_critic_update", 4 + 3),
-    "an update of the policy, the critic is done": ("loop/before_update", 4),
     "saving": ("checkpoint/before_publish", 2),
 }
 
 
-@pytest.mark.parametrize("moment", some(MOMENTS, "an update of the policy, the critic is done"))
+@pytest.mark.parametrize("moment", some(MOMENTS, "an update of the critic"))
 def test_killed_and_resumed_is_the_same_run(moment, straight, tmp_path):
     raw = config(straight[0], tmp_path)
     assert run(raw, at_point(*MOMENTS[moment])) == -signal.SIGKILL
@@ -73,7 +103,7 @@ def test_killed_and_resumed_is_the_same_run(moment, straight, tmp_path):
 
 
 def test_stopped_between_two_updates_of_the_policy(straight, tmp_path):
-    """The values before the critic's updates are part of the state; turns with the policy change nothing."""
+    """The values are part of the state; turns with the policy change nothing."""
     raw = config(straight[0], tmp_path, critic__offload=True)
     assert run(raw, at_point("loop/before_update", 3, send_signal(signal.SIGTERM))) == 75
     assert (tmp_path / "checkpoints" / "step_1+1").is_dir()
@@ -81,9 +111,51 @@ def test_stopped_between_two_updates_of_the_policy(straight, tmp_path):
     assert_same_critic(tmp_path, straight)
 
 
+def stop_while(arrival):
+    """The critic's second update of step 1 waits until the rollout thread is there; then the run is stopped."""
+
+    def plant():
+        there = threading.Event()
+        fault_points.on(arrival[0], there.set, count=arrival[1])
+        fault_points.on("loop/before_critic_update", lambda: there.wait(30) and signal_self(), count=4 + 2)
+
+    signal_self = send_signal(signal.SIGTERM)
+    return plant
+
+
+NEXT_BATCH = {"begun": ("rollouts/before_collect", 3), "complete": ("rollouts/after_collect", 3)}
+
+
+@pytest.mark.parametrize("batch", NEXT_BATCH)
+def test_stopped_between_two_updates_of_the_critic(batch, straight, tmp_path):
+    """The policy's updates are done and not made again; the next batch is in the state as far as it is."""
+    raw = config(straight[0], tmp_path, critic__offload=True)
+    assert run(raw, stop_while(NEXT_BATCH[batch])) == 75
+    assert (tmp_path / "checkpoints" / "step_1+4").is_dir()
+    assert run(raw) == 0
+    assert_same_critic(tmp_path, straight)
+
+
+def test_lost_engines_between_the_policy_and_the_critic(straight, tmp_path):
+    """Saved when the weights cannot be sent: a resumed run makes all updates of the critic and none of the policy."""
+
+    async def fail(self, *arguments):
+        raise EngineError("planted: no server is left")
+
+    def lose():
+        EmbeddedEngine.load_weights = fail
+
+    raw = config(straight[0], tmp_path)
+    assert run(raw, at_point("loop/before_update", 4, lose)) == 1
+    assert (tmp_path / "checkpoints" / "step_1+2").is_dir()
+    assert run(raw) == 0
+    assert_same_critic(tmp_path, straight)
+
+
 def test_another_layout_continues_with_the_same_numbers(straight, tmp_path):
-    """Two steps in one process, the third on two ranks."""
-    assert run(config(straight[0], tmp_path), at_point("loop/before_critic_update", 2 * 4 + 2)) == -signal.SIGKILL
+    """Two steps and half of the third's updates of the critic in one process, the rest on two ranks."""
+    stop = at_point("loop/before_critic_update", 2 * 4 + 2, send_signal(signal.SIGTERM))
+    assert run(config(straight[0], tmp_path), stop) == 75
     assert run_in_ranks(config(straight[0], tmp_path, policy__tensor_parallel=2)) == [0, 0]
     for ours, theirs in zip(steps_of(tmp_path), steps_of(straight[1]), strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"]
@@ -120,7 +192,8 @@ def test_pretraining_leaves_the_policy_and_its_engines_alone(how, straight, tmp_
     assert ["train/loss" in step for step in found] == trains
     assert all("critic/loss" in step for step in found)
     lines = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert ["time/sync" in line for line in lines[2:]] == trains[1:3]  # after each step; the resume sends weights, too
+    sent = ["time/sync" in line for line in lines]  # the resume may send weights, too
+    assert [sent[0], *sent[2:]] == [False, True, False]
 
 
 def test_a_run_may_start_from_the_critic_of_another(straight, tmp_path):
@@ -132,21 +205,20 @@ def test_a_run_may_start_from_the_critic_of_another(straight, tmp_path):
 
 
 def test_pretraining_generates_the_next_batch_meanwhile(straight, tmp_path):
-    """The critic's first update of a step waits for the next batch, which is the policy's own: of the same weights."""
-
-    def plant():
-        collected = threading.Semaphore(0)
-
-        def wait_for(batches):
-            assert all(collected.acquire(timeout=60) for _ in range(batches)), "no batch was collected meanwhile"
-
-        for batch in range(1, 4):
-            fault_points.on("rollouts/after_collect", collected.release, count=batch)
-        fault_points.on("loop/before_critic_update", lambda: wait_for(2), count=1)
-        fault_points.on("loop/before_critic_update", lambda: wait_for(1), count=4 + 1)
-
-    assert run(short(straight[0], tmp_path, trainer__steps=3, critic__pretraining={"steps": 2}), plant) == 0
+    """It is the policy's own: of the same weights."""
+    raw = short(straight[0], tmp_path, trainer__steps=3, critic__pretraining={"steps": 2})
+    assert run(raw, partial(wait_for_batches, 2, 1)) == 0
     assert steps_of(tmp_path)[2]["train/mismatch_mean"] < 1e-5
+
+
+def test_pretraining_stopped_between_two_updates(straight, tmp_path):
+    pretrained = partial(short, straight[0], trainer__steps=3, critic__pretraining={"steps": 2})
+    undisturbed, raw = tmp_path / "undisturbed", pretrained(tmp_path / "stopped")
+    assert run(pretrained(undisturbed)) == 0
+    assert run(raw, stop_while(NEXT_BATCH["complete"])) == 75
+    assert (tmp_path / "stopped" / "checkpoints" / "step_1+2").is_dir()
+    assert run(raw) == 0
+    assert_same_critic(tmp_path / "stopped", (straight[0], undisturbed))
 
 
 def test_a_checkpoint_without_critic_is_refused_and_stays(straight, tmp_path, capfd):

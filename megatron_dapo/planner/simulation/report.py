@@ -63,11 +63,12 @@ def _print_set_up(found: Simulation, parts: int, console: Console) -> None:
     setting, work = found.setting, found.setting.work
     part = f" (one of {parts} equal parts of the fleet was simulated)" if parts > 1 else ""
     spread = f"Pareto {work.pareto:g}" if work.pareto else f"sigma {work.sigma:.2f}"
+    critic = f", critic {setting.critic_seconds:,.0f} s beside the next batch" if setting.critic_seconds else ""
     console.print(
         f"{setting.fleet.servers * parts} servers × {setting.fleet.max_running} running, {work.prompts * parts} groups "
         f"× {work.samples_per_prompt} samples of {work.mean_response} tokens ({spread}, at most "
         f"{work.max_response}), {work.kept:.0%} kept; training {setting.training_seconds:,.0f} s, weight update "
-        f"{setting.sync_seconds:,.1f} s; {len(found.steps)} steps, the last {len(found.counted)} count{part}",
+        f"{setting.sync_seconds:,.1f} s{critic}; {len(found.steps)} steps, the last {len(found.counted)} count{part}",
         highlight=False,
     )
     if said := setting.incidents.describe():
@@ -91,6 +92,7 @@ def variant_json(variant: Variant) -> dict[str, Any]:
         "max_staleness": max(step.max_staleness for step in found.steps),
         "training_seconds": found.setting.training_seconds,
         "sync_seconds": found.setting.sync_seconds,
+        "critic_seconds": found.setting.critic_seconds,
         "parts": variant.parts,
     }
 

@@ -1,8 +1,9 @@
 """The steps of a run on a virtual clock: the sampler collects a batch, training and the weight update take their time.
 
 With `max_staleness` k and engines of their own, up to k batches are collected while one trains; a weight update aborts
-the running requests, which continue with the new weights. Otherwise engines and trainer work one after the other. A
-sweep simulates all combinations of several values of dotted keys, and of `engine_gpus`: the GPUs that only run engines.
+the running requests, which continue with the new weights. Otherwise engines and trainer work one after the other, but
+a critic is trained while engines with GPUs of their own collect the next batch. A sweep simulates all combinations of
+several values of dotted keys, and of `engine_gpus`: the GPUs that only run engines.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is simulated. `staleness` 0: engines and trainer take turns."""
+    """What is simulated. `staleness` 0: engines and trainer take turns, but for `critic_seconds`."""
 
     rollout: RolloutConfig
     work: Workload
@@ -80,6 +81,7 @@ class Setting:
     sync_seconds: float
     staleness: int = 0
     incidents: Incidents = NONE
+    critic_seconds: float = 0.0  # of one step, after the weight update, while the next batch is collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,10 @@ class _Run:
         async with self.trained:
             self.steps_trained += 1
             self.trained.notify_all()
+        if setting.critic_seconds and step + 1 < self.count:
+            began = self.clock()
+            await asyncio.sleep(setting.critic_seconds)
+            self.result.phases.append(Span("critic", began, self.clock()))
 
     def _measured(self, step: int, batch: StepBatch, collecting: float, version: int) -> SimulatedStep:
         spans = [span for sample in batch.samples for span in sample.weight_spans]
@@ -327,7 +333,8 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     seconds: dict[str, float] = {phase.name: phase.seconds for phase in phases}
     sync = seconds.pop("weight sync")
     staleness: int = 0 if cluster.colocated else config.rollout.max_staleness
+    critic = 0.0 if staleness or cluster.colocated else seconds.pop("critic", 0.0)
     parts = 1 if inputs.whole or inputs.incidents.of_single_servers else part_of(work, fleet)
     work = replace(work, prompts=work.prompts // parts)
     fleet = replace(fleet, servers=fleet.servers // parts)
-    return Setting(config.rollout, work, fleet, sum(seconds.values()), sync, staleness, inputs.incidents), parts
+    return Setting(config.rollout, work, fleet, sum(seconds.values()), sync, staleness, inputs.incidents, critic), parts
