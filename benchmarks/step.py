@@ -58,6 +58,7 @@ OPTIONS = {
     "fp8 delayed": ["policy.fp8.recipe=delayed"],
     "flash attention": ["policy.attention_backend=flash"],
     "deterministic": ["policy.deterministic=true"],
+    "LoRA of rank 32": ["policy.lora.rank=32"],
 }  # fmt: skip
 DENSE_OPTIONS = {"recompute mlp": ["policy.recompute=selective", "policy.recompute_modules=[mlp]"]}
 MOE_OPTIONS = {
