@@ -14,7 +14,8 @@ DIR/layouts.md is its table), `sync` (weights over NCCL) and `runs` (TP2, DP2, P
 tensor parallel as well, then a run that is killed twice and goes on in another layout). `exact` has one rank: 20 steps
 with `policy.true_on_policy` and 20 without, then two runs of which one is killed; DIR/exact.md says what is equal.
 `learning` has one rank, too: `full`, `lora` and `vapo` learn on equally many samples and can run at the same time, one
-command each (`--only`); the `step_…` runs are for speed and must be alone on the GPU; DIR/learning.md is its table.
+command each (`--only`); the `step_…` runs are for speed and must be alone on the GPU; DIR/learning.md is its table. Its
+`model_32b` writes 65 GB into DIR, which `lora_32b` then trains; DIR may be on a RAM disk.
 Several ranks need NCCL 2.30 or newer and these settings; the Multi-Process Service lets their kernels run side by side:
 
     export LD_PRELOAD=…/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2
@@ -185,7 +186,7 @@ def measurements(
         Measurement("model_32b", 120, "random_model.py", [
             "32b", str(big), "--tokenizer", str(model),
         ], "learning"),
-        Measurement("lora_32b", 500, "megatron-dapo", ["train", recipe, *sets, *servers("0.8", *graphs)], "learning"),
+        Measurement("lora_32b", 500, "megatron-dapo", ["train", recipe, *sets, *servers("0.78", *graphs)], "learning"),
     ]  # fmt: skip
     te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"
     many_ranks = [

@@ -1,10 +1,12 @@
-"""Models without abilities, for benchmarks on one GPU: a configuration, a tokenizer, and weight files that are all
-hole. SGLang loads them with --load-format dummy, which gives it random weights of its own.
+"""Models without abilities, for benchmarks on one GPU.
+
+`write_random_model` writes a configuration, a tokenizer, and weight files that are all hole. SGLang loads them with
+--load-format dummy, which gives it random weights of its own.
 
     python benchmarks/random_model.py KIND OUT --tokenizer DIR [--layers N]
 
-writes files with random weights, for a trainer and a server that must have the same. All layers are equal, so that
-65 GB take seconds on a RAM disk.
+writes random weights, for a trainer and a server that must have the same. All layers are equal, so that 65 GB take
+seconds on a RAM disk.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="HF directory with the tokenizer's files")
     parser.add_argument("--layers", type=int, help="instead of all")
     args = parser.parse_args()
+    torch.manual_seed(0)
     layers = args.layers or CONFIGS[args.kind]["num_hidden_layers"]
     files: dict[str, Shapes] = {}
     for name, shape in write_description(

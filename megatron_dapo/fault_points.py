@@ -23,7 +23,7 @@ POINTS = {
     "loop/before_critic_update": "the critic's next update has not begun; the policy's are done",
     "loop/before_update": "the next update has not begun",
     "loop/before_await_ahead": "the step is recorded; the batch generated ahead is not complete",
-    "loop/before_sync": "the policy's updates are done, without a critic the whole step; no weight has been sent",
+    "loop/before_sync": "the policy's updates are done; without a critic the step is also saved where that is due",
     "rollouts/before_collect": "in the rollout thread: sampling of a batch has not begun",
     "rollouts/before_grade": "in the rollout thread: a response is generated and not graded",
     "rollouts/after_turn": "in the rollout thread: a turn of a conversation is generated; its function waits",

@@ -1,7 +1,7 @@
 """The folder `checkpoints/` of a run, as rank 0 sees it: publishing, pruning, scores, damaged checkpoints, and the
 settings that a resumed run must share with the run it continues.
 
-    step_N/            a complete checkpoint; step_N+K: step N is done, and K updates of the next one
+    step_N/            a complete checkpoint; step_N+K: step N is done, and K updates (critic's too) of the next
     .step_N.tmp/       being written
     .step_N.old/       replaced or pruned, about to be deleted
     step_N.damaged/    its files are not as they were written; never used. Pruning keeps the newest of them

@@ -60,7 +60,7 @@ class ServerConfig(Section):
     share_base: bool = Field(
         False,
         description="With LoRA (weights.transport: adapter), one rank and one server on one GPU: the trainer computes "
-        "with the server's copy of the frozen base, both at the same time. Such a server is not restarted.",
+        "with the server's copy of the frozen base, and both keep their memory. Such a server is not restarted.",
     )
     device: Literal["cuda", "cpu"] = Field(
         "cuda", description="Device of the servers that this run starts; cpu is for tests with small models."

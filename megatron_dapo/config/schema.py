@@ -312,8 +312,13 @@ class Config(Section):
 
     def _check_shared_base(self) -> None:
         servers, policy = self.rollout.servers, self.policy
+        dtypes = ("auto", "bfloat16") if policy.precision == "bf16" else ("float32",)
         needed = {
-            "rollout.weights.transport: adapter": self.rollout.sends_adapters,
+            "rollout.engine: sglang": self.rollout.engine == "sglang",
+            "rollout.weights.transport: adapter": self.rollout.weights.transport == "adapter",
+            f"rollout.servers.dtype: {dtypes[-1]}": servers.dtype in dtypes,
+            "no critic": not self.uses_critic,
+            "slurm.engine_nodes: 0": not self.slurm.engine_nodes,
             "trainer.ranks: 1": self.trainer.ranks == 1,
             "rollout.servers.count: 1": servers.count == 1,
             "rollout.servers.tensor_parallel: 1": servers.tensor_parallel == 1,
@@ -591,6 +596,8 @@ def check_config(config: Config, world_size: int | None = None, shape: ModelShap
             "adapters SGLang may skip: use disk, tensor or distributed, or, for a model with experts, attention layers "
             "alone (policy.lora.targets: [q_proj, k_proj, v_proj, o_proj])"
         )
+    if config.rollout.shares_base and shape.is_moe:
+        raise ConfigError("rollout.servers.share_base is for dense models: SGLang arranges experts in another way")
     if world_size is not None:
         check_world(config.policy, world_size)
     outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]

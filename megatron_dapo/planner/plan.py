@@ -378,6 +378,8 @@ def task_of(
         own = model_shape(config.critic.model, "critic.model") if config.critic.model else shape
         critic = CriticTask(own.as_value_model(), config.critic)
     shared = 2.0 * rows_in_hf_order(shape) if config.rollout.shares_base else 0.0
+    if shared and (cluster.gpus > 1 or not cluster.colocated):
+        raise PlanError("rollout.servers.share_base is for trainer and server on one GPU: plan it with --gpus 1")
     return Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster), critic, shared)
 
 

@@ -11,6 +11,7 @@ resizing storages to zero: every tensor, view and bucket that Megatron made stay
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from megatron_dapo.policy.model.gpt import PolicyModel, build_model
 from megatron_dapo.policy.model.lora import Adapters, load_adapters
 from megatron_dapo.policy.step import UpdateStep
 from megatron_dapo.sync.gather import WeightBuckets
-from megatron_dapo.sync.shared_bucket import opened
+from megatron_dapo.sync.shared_bucket import open_server_tensor
 from megatron_dapo.weights.adapters import adapter_mappings, base_fingerprint, read_adapter
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.mapping import ParameterMapping, parameter_mappings
@@ -144,8 +145,9 @@ class Policy:
         return live_mappings(self.model, self.shape, self.position)
 
     def adapter_buckets(self) -> WeightBuckets:
-        """Collective. LoRA's adapters under PEFT's names, on rank 0."""
+        """Collective. LoRA's adapters under PEFT's names, in one bucket on rank 0."""
         options: dict[str, Any] = {"before": self.step.complete_weights, "adapters": self.trained_mappings}
+        options["bucket_bytes"] = sys.maxsize
         return WeightBuckets(self.model, self.shape, self.position, **options)
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ class Policy:
     def use_base(self, references: Mapping[str, str]) -> None:
         """The frozen base becomes that of an engine (`SGLangEngine.shared_base`). Only rows that the engine has in
         another order are copied."""
-        base = {name: opened(reference, self.runtime.device) for name, reference in references.items()}
+        base = {name: open_server_tensor(reference, self.runtime.device) for name, reference in references.items()}
         use_server_weights(self.model, self.shape, base, HFReader(self.config.policy.model))
 
     def offload_training_state(self) -> int:

@@ -110,8 +110,8 @@ class SharedBucket:
 
 
 def shared_memory(size: int) -> torch.Tensor:
-    """[size], uint8: what `share` would copy to is this memory itself. Its pages exist already, which takes longer than
-    to write to them. Call `share` first: it starts torch's process for such memory."""
+    """[size] bytes that `share` refers to without a copy. Their pages exist already: making them takes longer than
+    writing to them. Call `share` first: it starts torch's process for such memory."""
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size)).zero_()
 
 
@@ -146,7 +146,7 @@ def share(bucket: Bucket, *, pack_experts: bool = False, by_value: bool = False)
     return SharedBucket(base64.b64encode(buffer.getvalue()).decode(), [flat.flat])
 
 
-def opened(reference: str, device: torch.device) -> torch.Tensor:
+def open_server_tensor(reference: str, device: torch.device) -> torch.Tensor:
     """A tensor in a server's memory, by the reference that in_server/megatron_dapo_base.py made."""
     gpu, arguments = pickle.loads(base64.b64decode(reference))
     if not gpu:

@@ -229,12 +229,12 @@ class Trainer:
                     self.collectives.stop_if_requested(doing)
         if self.critic is not None:
             self.saves.unsaved = True
-            self._collect_next()
+            self._collect_during_critic()
             self.updates.train_critic(step, self.steps_done)
         self.updates.end_profile(self.steps_done)
 
-    def _collect_next(self) -> None:
-        """While the critic is trained. Engines that share the GPUs cannot, and with `max_staleness` they do already."""
+    def _collect_during_critic(self) -> None:
+        """The next batch. Engines that share the GPUs cannot, and with `max_staleness` they do already."""
         rollout, last = self.config.rollout, self.steps_done + 1 == self.config.trainer.steps
         if not (self.colocation.shared or rollout.max_staleness or last):
             self._sync_weights(self.steps_done + 1)

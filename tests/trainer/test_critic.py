@@ -75,7 +75,7 @@ def wait_for_batches(*awaited):
 
 def collect_afterwards():
     """As with engines that share the GPUs."""
-    Trainer._collect_next = lambda self: None
+    Trainer._collect_during_critic = lambda self: None
 
 
 @pytest.mark.parametrize("when", [partial(wait_for_batches, 2, 1), collect_afterwards], ids=["meanwhile", "afterwards"])

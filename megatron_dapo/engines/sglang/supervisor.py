@@ -217,8 +217,9 @@ class Supervisor:
 
     async def _recover(self, reported: bool) -> bool:
         """False when the server is given up; its state then says why, and requests go to the other servers."""
-        # A check that failed leaves no doubt.
-        if reported and self._process.alive() and not self._engine.gpus_in_use and await self._admit_as_it_is():
+        # A check that failed leaves no doubt, but a server whose memory the trainer uses cannot be restarted.
+        may_work = reported or self._config.share_base
+        if may_work and self._process.alive() and not self._engine.gpus_in_use and await self._admit_as_it_is():
             return True
         while self.budget.spend():
             self.restarts += 1

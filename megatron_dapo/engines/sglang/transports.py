@@ -82,7 +82,8 @@ class WeightManifest:
 
 
 Errors = dict[str, BaseException]  # by the server's name
-MEMORY_DELAY = 1.0  # seconds, until an update has ended: torch holds the GIL while it reserves shared memory
+# Seconds after an update: torch holds the GIL while it reserves shared memory, which would delay its last requests.
+MEMORY_DELAY = 1.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -435,8 +436,9 @@ class AdapterTransport(Transport):
             transfer.failed |= await self.load(version, servers)
             transfer.seconds |= {"gather": gathered - began, "hash": hashed - gathered}
             transfer.seconds["load"] = time.monotonic() - hashed
-            loop = asyncio.get_running_loop()
-            loop.call_later(MEMORY_DELAY, loop.run_in_executor, None, self._make_memory)
+            if any(server.on_this_host for server in servers):  # others get the tensors in the request
+                loop = asyncio.get_running_loop()
+                loop.call_later(MEMORY_DELAY, loop.run_in_executor, None, self._make_memory)
         return transfer
 
     async def load(self, version: int, servers: Sequence[SGLangClient]) -> Errors:

@@ -137,14 +137,12 @@ class _AdaptedLayer:
         return self._added(output[0], inputs[0]), *output[1:]
 
     def _added(self, output: Tensor, x: Tensor) -> Tensor:
-        """One product adds all B's to the output. They are put together for it, because they are small: every pass over
-        activations costs more, and four of them made an update with adapters slower than one of all weights."""
+        """One product adds all B's to the output: each pass over activations costs more than joining the B's."""
         hidden = x @ torch.cat([pair[0] for pair in self._halves if pair is not None]).t()
         if not self._alone:
             hidden = self._exchange(hidden)
-        hidden = hidden * self._owner.scale
-        made = torch.addmm(output.flatten(0, -2), hidden.flatten(0, -2), self._all_b().t())
-        return made.view(output.shape)
+        flat, scale = hidden.flatten(0, -2), self._owner.scale
+        return torch.addmm(output.flatten(0, -2), flat, self._all_b().t(), alpha=scale).view(output.shape)
 
     def _all_b(self) -> Tensor:
         """[rows, ranks]: each B in the rows of its HF layer and in the columns of its A, in the order of the shard."""

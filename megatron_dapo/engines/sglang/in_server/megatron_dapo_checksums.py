@@ -351,21 +351,22 @@ def check_adapters() -> None:
     expected: list[dict[str, str]] = []  # of the adapter that is being loaded, until it is compared
 
     def receive_unchecked(self: Any, request: Any) -> Any:
-        expected[:] = [request.expected_checksums] if request.expected_checksums is not None else []
+        sent = getattr(request, "expected_checksums", None)
+        expected[:] = [] if sent is None else [sent]
         request.expected_checksums = None
         result = receive(self, request)
         if expected:
             raise RuntimeError("adapter sync: SGLang loaded it without the comparison of its SHA-256")
         return result
 
-    def check_and_load(self: Any, ref: Any, tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
+    def check_and_load(self: Any, ref: Any, tensors: dict[str, torch.Tensor], *rest: Any, **named: Any) -> Any:
         began, found = time.monotonic(), {}
         if expected:
             sent, found = expected.pop(), sha256(tensors)
             if wrong := sorted(name for name in sent.keys() | found if sent.get(name) != found.get(name)):
                 raise RuntimeError(f"adapter sync MISMATCH: {len(wrong)} of {len(sent)} tensors differ: {wrong[:5]}")
         compared = time.monotonic()
-        result = load(self, ref, tensors, *rest)
+        result = load(self, ref, tensors, *rest, **named)
         parts = (len(found), len(tensors), compared - began, time.monotonic() - compared)
         log.info("adapter sync: compared %d of %d tensors in %.3f s, loaded them in %.3f s", *parts)
         return result
