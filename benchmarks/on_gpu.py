@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import load_config
-from megatron_dapo.observe.metrics_file import is_wall_clock
+from megatron_dapo.observe.metrics_file import is_wall_clock, read_records
 from megatron_dapo.planner.assumptions import DEFAULT_MFU, GIB
 from megatron_dapo.planner.hardware import cluster_of
 from megatron_dapo.planner.memory import Layers
@@ -370,8 +370,8 @@ def write_table(out: Path) -> None:
 def read_metrics(run: Path, kind: str = "step") -> dict[int, dict[str, float]]:
     """By step; empty for a run that does not exist."""
     file = run / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {record["step"]: record["metrics"] for record in records if record["kind"] == kind}
+    records = read_records(file) if file.exists() else []
+    return {record.step: record.metrics for record in records if record.kind == kind}
 
 
 def median(found: Sequence[dict[str, float]], metric: str) -> float:

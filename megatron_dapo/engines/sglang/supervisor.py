@@ -232,9 +232,10 @@ class Supervisor:
                 self._state.recovering(str(error))
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
-        why = f"{self._state.why}; given up after {self.budget.used} restarts (rollout.servers.restarts)"
+        reason = f"given up after {self.budget.used} restarts (rollout.servers.restarts)"
         if self._config.share_base:
-            why = f"{self._state.why}; the trainer computes with its memory (rollout.servers.share_base)"
+            reason = "the trainer computes with its memory (rollout.servers.share_base)"
+        why = f"{self._state.why}; {reason}"
         self._state.given_up(why)
         log.error("server %s: %s", self._server.name, why)
         return False
