@@ -435,7 +435,7 @@ class RolloutConfig(Section):
         merged = not self.sends_adapters
         self.servers.demand(
             packed_experts=weights.pack_experts and weights.transport != "disk" and merged,
-            checksums=(weights.proof == "checksum" and merged) or self.servers.share_base,
+            checksums=weights.proof == "checksum" and merged,
         )
         if not merged:
             self._check_adapters()

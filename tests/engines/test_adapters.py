@@ -33,6 +33,7 @@ from megatron_dapo.engines.sglang import client, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.in_server import megatron_dapo_checksums
+from megatron_dapo.engines.sglang.server_process import IN_SERVER
 from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.signals import FAILED
@@ -196,12 +197,14 @@ def load_in_plugin(monkeypatch, tensors, expected, loads=True):
     for module, name, owner in (
         ("lora.lora_manager", "LoRAManager", Manager),
         ("managers.tp_worker", "BaseTpWorker", Worker),
+        ("utils.weight_checker", "WeightChecker", SimpleNamespace(handle=None)),
     ):
         stub = ModuleType(f"sglang.srt.{module}")
         setattr(stub, name, owner)
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    for package in ("sglang", "sglang.srt", "sglang.srt.lora", "sglang.srt.managers"):
+    for package in ("sglang", "sglang.srt", "sglang.srt.lora", "sglang.srt.managers", "sglang.srt.utils"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.syspath_prepend(IN_SERVER)
     megatron_dapo_checksums.check_adapters()
     return Worker().load_lora_adapter_from_tensors(SimpleNamespace(expected_checksums=expected))
 

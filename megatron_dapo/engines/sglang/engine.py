@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, ForeignWeightsError, SamplingParams, WeightReport
-from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, SGLangClient
+from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
     RequestRefused,
@@ -165,14 +165,7 @@ class SGLangEngine:
 
     async def shared_base(self) -> dict[str, str]:
         """By SGLang's name of a parameter: a pickled reference to its memory (rollout.servers.share_base)."""
-        (server,), timeout = self.servers, self.config.weights.timeout
-        bracketed = (await server.capabilities()).bracketed_updates
-        if bracketed:
-            await server.begin_update(timeout)
-        await server.call_loader(CHECKSUM_LOADERS[0], timeout)
-        if bracketed:
-            await server.end_update(timeout)
-        (found,) = await server.checksums(SHARE)
+        (found,) = await self.servers[0].checksums(SHARE)
         return found
 
     # ---- servers that come and fail ----

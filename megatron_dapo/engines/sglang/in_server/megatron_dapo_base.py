@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 ACTION = "share"
 
 
-def answer(model: Any) -> dict[str, str]:
+def answer(model: Any, _: str) -> dict[str, str]:
     """By the parameter's name, without the part that SGLang adds to layers with adapters."""
     return {
         name.replace(".base_layer.", "."): base64.b64encode(pickle.dumps(_reference(parameter))).decode()

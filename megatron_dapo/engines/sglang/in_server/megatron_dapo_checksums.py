@@ -291,21 +291,18 @@ def record_again(model: Any, named_tensors: Any) -> None:
 
 @functools.cache
 def _answer() -> None:
-    """Teaches /weights_checker our actions: this one, and those of the other modules."""
-    import megatron_dapo_base  # type: ignore[import-not-found]
+    """Teaches /weights_checker our actions: this one, and those of megatron_dapo_layers."""
     import megatron_dapo_layers  # type: ignore[import-not-found]
 
     def answer(model: Any, action: str) -> dict[str, str] | None:
         recorder = getattr(model, "megatron_dapo_recorder", None)
         if recorder is None:  # a draft model
             return None
-        if action == megatron_dapo_base.ACTION:
-            return megatron_dapo_base.answer(model)
         if action != ACTION:
             return megatron_dapo_layers.answer(model, action)
         return recorder.checksums() if recorder.at_load is None else recorder.at_load
 
-    teach((ACTION, megatron_dapo_base.ACTION, *megatron_dapo_layers.ACTIONS), answer)
+    teach((ACTION, *megatron_dapo_layers.ACTIONS), answer)
 
 
 def teach(actions: tuple[str, ...], answer: Callable[[Any, str], dict[str, str] | None]) -> None:
@@ -343,7 +340,9 @@ def sha256(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def check_adapters() -> None:
     """A plugin of SGLang (adapter_plugin/). SGLang hashes an adapter in one thread, and generates nothing meanwhile;
-    this does the same in many. A server without it, or in which it fails, compares as it always does."""
+    this does the same in many. A server without it, or in which it fails, compares as it always does. With it,
+    /weights_checker can also share the base (megatron_dapo_base.py)."""
+    import megatron_dapo_base  # type: ignore[import-not-found]
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.tp_worker import BaseTpWorker
 
@@ -373,3 +372,4 @@ def check_adapters() -> None:
 
     BaseTpWorker.load_lora_adapter_from_tensors = receive_unchecked
     LoRAManager.load_lora_adapter_from_tensors = check_and_load
+    teach((megatron_dapo_base.ACTION,), megatron_dapo_base.answer)
