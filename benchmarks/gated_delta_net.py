@@ -1,7 +1,7 @@
-"""A small random Qwen3-Next on one GPU: the kernels of its gated DeltaNet layers, and a run with SGLang.
+"""A small random Qwen3-Next or Qwen3.5 on one GPU: the kernels of its gated DeltaNet layers, and a run with SGLang.
 
     python benchmarks/gated_delta_net.py rule                 # flash-linear-attention beside torch: results and time
-    python benchmarks/gated_delta_net.py make DIR             # the model, its tokenizer and prompts
+    python benchmarks/gated_delta_net.py make DIR [--family qwen3_5]  # the model, its tokenizer and prompts
     python benchmarks/gated_delta_net.py train DIR --run RUN  # 3 steps; trainer and SGLang are colocated on one GPU
 
 `rule` compares outputs and all gradients of packed sequences with the torch rule in fp32; exit code 1 if flash-linear-
@@ -30,9 +30,9 @@ LENGTHS = [1024, 37, 2048, 64, 3, 1500, 3516]  # 8192 tokens
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # of Qwen3-Next-80B-A3B
 
 
-def config_json(vocab: int, eos: int) -> dict[str, Any]:
-    """Head sizes of Qwen3-Next-80B-A3B, with few heads, layers and experts."""
-    return {
+def config_json(vocab: int, eos: int, family: str = "qwen3_next") -> dict[str, Any]:
+    """Head sizes of Qwen3-Next-80B-A3B, with few heads, layers and experts. Qwen3.5 is dense."""
+    config = {
         "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "silu", "hidden_size": 512,
         "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 256, "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_scaling": None,
@@ -45,9 +45,15 @@ def config_json(vocab: int, eos: int) -> dict[str, Any]:
         "use_sliding_window": False, "vocab_size": vocab, "eos_token_id": eos, "bos_token_id": None,
         "torch_dtype": "bfloat16",
     }  # fmt: skip
+    if family == "qwen3_next":
+        return config
+    dense = {
+        key: value for key, value in config.items() if not any(word in key for word in ("expert", "router", "moe"))
+    }
+    return dense | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, family: str) -> None:
     from safetensors.torch import save_file
 
     from megatron_dapo.config import ModelShape
@@ -61,7 +67,7 @@ def make(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = arithmetic_tokenizer()
-    config = config_json(-(-len(tokenizer) // 64) * 64, tokenizer.eos_token_id)
+    config = config_json(-(-len(tokenizer) // 64) * 64, tokenizer.eos_token_id, family)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     weights = random_hf_weights(ModelShape.from_hf(config), scale=0.04)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
@@ -158,6 +164,7 @@ def main() -> int:
     maker, trainer = commands.add_parser("make"), commands.add_parser("train")
     for sub in (maker, trainer):
         sub.add_argument("folder", type=Path)
+    maker.add_argument("--family", choices=["qwen3_next", "qwen3_5"], default="qwen3_next")
     trainer.add_argument("--run", type=Path, required=True)
     trainer.add_argument("--set", action="append", default=[])
     trainer.add_argument("--dry-run", action="store_true")
@@ -165,7 +172,7 @@ def main() -> int:
     if args.command == "rule":
         return rule()
     if args.command == "make":
-        make(args.folder)
+        make(args.folder, args.family)
         return 0
     return train(args.folder, args.run, args.set, args.dry_run)
 

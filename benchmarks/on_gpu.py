@@ -16,6 +16,9 @@ with `policy.true_on_policy` and 20 without, then two runs of which one is kille
 `learning` has one rank, too: `full`, `lora` and `vapo` learn on equally many samples and can run at the same time, one
 command each (`--only`); the `step_…` runs are for speed and must be alone on the GPU; DIR/learning.md is its table. Its
 `model_32b` writes 65 GB into DIR, which `lora_32b` then trains; DIR may be on a RAM disk.
+`families` are short runs of what the others leave out: Qwen3-Next and Qwen3.5 (random, killed and resumed), experts
+over two ranks of trainer and server, LoRA on the server's base, YaRN, tools, and distillation, whose teacher is started
+before: `python -m sglang.launch_server --model-path MODEL --port 36000`.
 Several ranks need NCCL 2.30 or newer and these settings; the Multi-Process Service lets their kernels run side by side:
 
     export LD_PRELOAD=…/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2
@@ -149,7 +152,7 @@ def measurements(
         same = ("evaluate.every=0", "policy.micro_batch_tokens=8192", "rollout.dynamic_sampling=false")
         return learning(name, 6, 300, "0.4", *same, "rollout.sampler.oversampling=1", *changes)
 
-    lora = ("policy.lora.rank=32", "policy.optimizer.lr=2e-5", "rollout.weights.transport=adapter")
+    lora = ("policy.lora.rank=32", "policy.optimizer.lr=4e-5", "rollout.weights.transport=adapter")
     critic = ("algorithm.advantage=gae", "critic.optimizer.lr=1e-5", "critic.optimizer.warmup_steps=0")
     # Samples for tools/make_demo.py: two responses of 16 prompts, of 12 steps and the first.
     samples = ("observe.samples_every=2", "observe.samples_groups=16", "observe.samples_responses=2")
@@ -166,6 +169,8 @@ def measurements(
         learns("full", 24, 12, 31000, *samples),
         learns("lora", 24, 12, 32000, *lora),
         learns("vapo", 28, 16, 33000, *critic, *vapo),
+        # The server gets base and adapter added up and rounded to bf16.
+        learns("lora_merged", 8, 0, 32500, *lora, "rollout.weights.transport=tensor"),
         alone("step_full"),
         alone("step_critic", *critic, "critic.offload=false"),
         alone("step_lora", *lora),
@@ -188,6 +193,68 @@ def measurements(
         ], "learning"),
         Measurement("lora_32b", 500, "megatron-dapo", ["train", recipe, *sets, *servers("0.78", *graphs)], "learning"),
     ]  # fmt: skip
+
+    def hybrid_run(name: str, **more: Any) -> Measurement:
+        family = name.removesuffix("_killed")
+        settings = ("rollout.servers.port=34000", "trainer.steps=4", "trainer.checkpoint.every=2", *changed)
+        arguments = [
+            "train", str(out / family), "--run", str(out / f"run_{family}"), "--set", "observe.console=plain",
+            *(word for item in settings for word in ("--set", item)),
+            *servers("0.15", "--cuda-graph-max-bs-decode", "16"),
+        ]  # fmt: skip
+        return Measurement(name, 240, "gated_delta_net.py", arguments, "families", **more)
+
+    def variant(kind: str, source: Path) -> Measurement:
+        made = out / (kind if source.is_dir() else f"{kind}.jsonl")
+        return Measurement(f"{kind}_made", 60, "variants.py", [kind, str(source), str(made)], "families")
+
+    def short_run(name: str, *changes: str) -> Measurement:
+        arguments = gsm8k(
+            6, f"run_{name}", unsaved, "evaluate.every=0", "rollout.servers.share_gpus=false",
+            "rollout.servers.port=34000", "policy.micro_batch_tokens=4096", "trainer.prompts_per_step=32",
+            "trainer.mini_batch_prompts=16", *changes, fraction="0.4", more=("--max-total-tokens", "100000"),
+        )  # fmt: skip
+        return Measurement(name, 240, "megatron-dapo", ["train", *arguments], "families")
+
+    # Two ranks of a server on one GPU: each may see one device, and the list has it twice. CUDA stops at -1.
+    two_on_one = (
+        "rollout.servers.share_gpus=false", "rollout.weights.transport=distributed",
+        "rollout.servers.tensor_parallel=2", "rollout.servers.environment=" + json.dumps(
+            {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1", "CUDA_VISIBLE_DEVICES": "0,-1,0"}
+        ),
+    )  # fmt: skip
+    no_peers = ("--gpu-id-step", "2", "--disable-custom-all-reduce", "--disable-cuda-graph")
+    experts = out / "experts"
+    families = [
+        *(step for family in ("qwen3_next", "qwen3_5") for step in (
+            Measurement(f"{family}_made", 60, "gated_delta_net.py", ["make", str(out / family), "--family", family],
+                        "families"),
+            hybrid_run(f"{family}_killed", kill_at=out / f"run_{family}" / "checkpoints" / "step_2"),
+            hybrid_run(family, wait=5),
+        )),
+        Measurement("experts_made", 120, "routing_replay.py", ["make", str(experts), "--tokenizer", str(model)],
+                    "families"),
+        # Each of two expert-parallel ranks sends its experts; the server is expert parallel as well.
+        Measurement("experts", 300, "megatron-dapo", two_ranks(
+            4, "run_experts", "data", unsaved, f"policy.model={experts}", "policy.expert_parallel=2",
+            "reward.grader=python:benchmarks.random_model.even_length", "rollout.dynamic_sampling=false",
+            "rollout.sampler.oversampling=1", "rollout.max_response_tokens=128", "algorithm.overlong.max_length=128",
+            "algorithm.overlong.cache_length=32", "trainer.gate.max_mean_gap=0.5", "trainer.gate.max_gap=20",
+            "trainer.prompts_per_step=16", "trainer.mini_batch_prompts=8",
+            "rollout.weights.senders=expert_group", "rollout.weights.keep_snapshot=false",
+            "rollout.servers.port=35000", "policy.micro_batch_tokens=4096", *two_on_one,
+            more=(*no_peers, "--ep-size", "2", "--max-total-tokens", "50000"),
+        ), "families"),
+        variant("yarn", model), variant("noisy", model), variant("tools", data / "gsm8k_train.jsonl"),
+        short_run("lora_shared", *lora, "rollout.servers.share_base=true"),
+        short_run("yarn", f"policy.model={out / 'yarn'}"),
+        short_run("tools", f"data.path={out / 'tools.jsonl'}",
+                  "rollout.generate=python:megatron_dapo.rollout.agents.tools.call_tools.generate",
+                  'rollout.generate_settings={"tools":["calculator"],"max_calls":4}'),
+        short_run("distillation", f"policy.model={out / 'noisy'}", "rollout.dynamic_sampling=false",
+                  "rollout.sampler.oversampling=1", "policy.optimizer.lr=5e-6",
+                  "algorithm.distillation.urls=[http://127.0.0.1:36000]", "algorithm.distillation.alone=true"),
+    ]  # fmt: skip
     te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"
     many_ranks = [
         layouts(2, "torch", "tp2sp,pp2+uneven,pp2vpp2,cp2,dp2do,ep2", "--dtype", "fp32,bf16", "--models",
@@ -209,28 +276,23 @@ def measurements(
         ], "sync"),
         *(Measurement(f"run_{layout}", 300, "megatron-dapo", two_ranks(8, f"run_{layout}", layout), "runs")
           for layout in ("tensor", "data", "pipeline", "context")),
-        # Two ranks of a server on one GPU: each may see one device, and the list has it twice. CUDA stops at -1.
-        Measurement("run_tensor_server", 400, "megatron-dapo", [*two_ranks(
-            4, "run_tensor_server", "tensor", "rollout.servers.share_gpus=false",
-            "rollout.weights.transport=distributed", "rollout.servers.tensor_parallel=2",
-            "rollout.servers.environment=" + json.dumps(
-                {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1", "CUDA_VISIBLE_DEVICES": "0,-1,0"}
-            ),
-            more=("--gpu-id-step", "2", "--disable-custom-all-reduce", "--disable-cuda-graph"),
-        )], "runs"),
+        Measurement("run_tensor_server", 400, "megatron-dapo", two_ranks(
+            4, "run_tensor_server", "tensor", *two_on_one, more=no_peers,
+        ), "runs"),
         resumed("tensor", 8, kill_at=saved / "step_2"),
         resumed("data", 8, kill_at=saved / "step_4", wait=30),
         resumed("pipeline", 8, wait=30),
     ]  # fmt: skip
 
-    moe, hybrid, fp8, few = (
-        *(str(out / name) for name in ("moe", "qwen3_next", "fp8")),
+    moe, fp8, few = (
+        *(str(out / name) for name in ("moe", "fp8")),
         ("--cuda-graph-max-bs-decode", "64"),
     )
     return [
         *many_ranks,
         *exact_runs,
         *learning_runs,
+        *families,
         Measurement("step", 150, "step.py", ["--options", "--only", "fp8", "--repeats", "5"]),
         Measurement("step_32k", 60, "step.py", ["--tokens", "32768", "--sequences", "16", "--repeats", "5"]),
         Measurement("step_moe", 90, "step.py", ["--model", "moe", "--repeats", "5"]),
@@ -262,11 +324,6 @@ def measurements(
             "run", EXAMPLE, "--set", f"policy.model={moe}", *servers("0.4", "--cuda-graph-max-bs-decode", "16"),
         ]),
         Measurement("hybrid_rule", 60, "gated_delta_net.py", ["rule"]),
-        Measurement("hybrid_model", 60, "gated_delta_net.py", ["make", hybrid]),
-        Measurement("hybrid", 400, "gated_delta_net.py", [
-            "train", hybrid, "--run", str(out / "run_hybrid"), "--set", "observe.console=plain",
-            "--set", "rollout.servers.port=31000", *servers("0.2", "--cuda-graph-max-bs-decode", "16"),
-        ]),
         Measurement("calibrate_decode", 240, "calibrate.py", [
             "decode", "--tokenizer", str(model), "--", "--mem-fraction-static", "0.85", *server,
             "--cuda-graph-max-bs-decode", "256",
@@ -464,7 +521,10 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--group", choices=["one", "layouts", "sync", "runs", "exact", "learning"], default="one", help="one: one rank"
+        "--group",
+        choices=["one", "layouts", "sync", "runs", "exact", "learning", "families"],
+        default="one",
+        help="one: one rank",
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of any group")
     parser.add_argument("--list", action="store_true", help="print the commands, then exit")

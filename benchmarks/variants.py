@@ -1,0 +1,71 @@
+"""Inputs of the group `families` of on_gpu.py, made from one model and from GSM8K.
+
+python benchmarks/variants.py yarn MODEL OUT      # the same weights; the context is stretched by YaRN, factor 4
+python benchmarks/variants.py noisy MODEL OUT     # a student for distillation: noise on the weights of all MLPs
+python benchmarks/variants.py tools ROWS OUT      # rows whose chat template offers a calculator
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+NOISE = 0.2  # of a tensor's standard deviation
+CALCULATOR = {
+    "name": "calculator",
+    "description": "Computes an arithmetic expression, for example (48 + 24) / 2.",
+    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+}
+
+
+def yarn(model: Path, out: Path) -> None:
+    shutil.copytree(model, out, copy_function=lambda source, target: Path(target).symlink_to(source))
+    config = json.loads((model / "config.json").read_text())
+    length = config["max_position_embeddings"]
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": length // 4}
+    if "rope_parameters" in config:  # how transformers 5 writes it
+        config["rope_parameters"] |= scaling
+    else:
+        config["rope_scaling"] = scaling
+    (out / "config.json").unlink()
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def noisy(model: Path, out: Path) -> None:
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    generator = torch.Generator().manual_seed(0)
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name, tensor in tensors.items():
+            if ".mlp." in name:
+                noise = torch.randn(tensor.shape, generator=generator) * (NOISE * float(tensor.float().std()))
+                tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+        save_file(tensors, out / path.name, metadata={"format": "pt"})
+
+
+def tools(rows: Path, out: Path) -> None:
+    offered = [{"type": "function", "function": CALCULATOR}]
+    lines = [json.dumps({**json.loads(line), "tools": offered}) for line in rows.read_text().splitlines()]
+    out.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["yarn", "noisy", "tools"])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    if args.out.is_dir():
+        shutil.rmtree(args.out)
+    {"yarn": yarn, "noisy": noisy, "tools": tools}[args.kind](args.source.resolve(), args.out)
+
+
+if __name__ == "__main__":
+    main()
