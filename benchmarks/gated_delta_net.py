@@ -47,10 +47,11 @@ def config_json(vocab: int, eos: int, family: str = "qwen3_next") -> dict[str, A
     }  # fmt: skip
     if family == "qwen3_next":
         return config
-    dense = {
-        key: value for key, value in config.items() if not any(word in key for word in ("expert", "router", "moe"))
-    }
-    return dense | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    left_out = ("expert", "router", "moe", "rope", "rotary")
+    rotary = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+    return {key: value for key, value in config.items() if not any(word in key for word in left_out)} | {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "rope_parameters": rotary,
+    }  # fmt: skip
 
 
 def make(folder: Path, family: str) -> None:

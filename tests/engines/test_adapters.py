@@ -182,6 +182,16 @@ async def test_the_memory_of_a_version_is_made_before_it_and_written_once(tmp_pa
 # ---- the plugin that compares an adapter in the server ----
 
 
+def stub_sglang(monkeypatch, *owners):
+    """Modules of SGLang, each with one class."""
+    for module, name, owner in owners:
+        stub = ModuleType(f"sglang.srt.{module}")
+        setattr(stub, name, owner)
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    for package in ("sglang", "sglang.srt", "sglang.srt.lora", "sglang.srt.managers", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+
+
 def load_in_plugin(monkeypatch, tensors, expected, loads=True):
     """What SGLang does with a request, and which tensors it has loaded."""
 
@@ -194,16 +204,13 @@ def load_in_plugin(monkeypatch, tensors, expected, loads=True):
         def load_lora_adapter_from_tensors(self, ref, tensors, config, tokens):
             return sorted(tensors)
 
-    for module, name, owner in (
+    stub_sglang(
+        monkeypatch,
         ("lora.lora_manager", "LoRAManager", Manager),
         ("managers.tp_worker", "BaseTpWorker", Worker),
         ("utils.weight_checker", "WeightChecker", SimpleNamespace(handle=None)),
-    ):
-        stub = ModuleType(f"sglang.srt.{module}")
-        setattr(stub, name, owner)
-        monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    for package in ("sglang", "sglang.srt", "sglang.srt.lora", "sglang.srt.managers", "sglang.srt.utils"):
-        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        ("managers.tokenizer_manager", "TokenizerManager", SimpleNamespace(_release_lora_once=None)),
+    )
     monkeypatch.syspath_prepend(IN_SERVER)
     megatron_dapo_checksums.check_adapters()
     return Worker().load_lora_adapter_from_tensors(SimpleNamespace(expected_checksums=expected))
@@ -230,6 +237,36 @@ def test_the_plugin_is_as_strict_as_sglang(monkeypatch):
     with pytest.raises(RuntimeError, match="without the comparison"):  # by another way than the one of today
         load_in_plugin(monkeypatch, tensors, sent, loads=False)
     assert load_in_plugin(monkeypatch, tensors, None) == ["a", "b"]  # rollout.weights.proof: version
+
+
+class OldTokenizerManager:
+    """SGLang 0.5.17: an abort in the queue forgets the request, but not that it uses an adapter. A request with status
+    503 is released by the coroutine that waits for it."""
+
+    def __init__(self):
+        users = {"queued": "v1", "refused": "v1", "without adapter": None}
+        requests = {name: SimpleNamespace(lora_path=path, lora_id=f"of {name}") for name, path in users.items()}
+        self.rid_to_state = {name: SimpleNamespace(obj=request) for name, request in requests.items()}
+        self.released, self.lora_registry = [], self
+
+    async def release(self, adapter):
+        self.released.append(adapter)
+
+    def _handle_abort_req(self, request):
+        self.rid_to_state.pop(request.rid, None)
+
+
+async def test_a_request_that_is_aborted_in_the_queue_releases_its_adapter(monkeypatch):
+    """Otherwise SGLang 0.5.17 never unloads it, and the next version waits for that."""
+    monkeypatch.setattr(OldTokenizerManager, "_handle_abort_req", OldTokenizerManager._handle_abort_req)
+    stub_sglang(monkeypatch, ("managers.tokenizer_manager", "TokenizerManager", OldTokenizerManager))
+    megatron_dapo_checksums._release_aborted()
+    manager = OldTokenizerManager()
+    reasons = {"refused": {"type": "abort", "status_code": 503}}
+    for name in ("queued", "queued", "refused", "without adapter", "unknown"):
+        manager._handle_abort_req(SimpleNamespace(rid=name, finished_reason=reasons.get(name)))
+    await asyncio.sleep(0)
+    assert manager.released == ["of queued"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ it with the same functions (`Parts`, `checksums`), from the memory that it sends
 LoRA's adapters are compared by SHA-256 while they are loaded (`check_adapters`).
 """
 
+import asyncio
 import functools
 import hashlib
 import logging
@@ -373,3 +374,23 @@ def check_adapters() -> None:
     BaseTpWorker.load_lora_adapter_from_tensors = receive_unchecked
     LoRAManager.load_lora_adapter_from_tensors = check_and_load
     teach((megatron_dapo_base.ACTION,), megatron_dapo_base.answer)
+    _release_aborted()
+
+
+def _release_aborted() -> None:
+    """Older SGLangs (0.5.17) count a request that was aborted before it ran as a user of its adapter for ever. The
+    adapter is then never unloaded, and every later one waits for that."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    if hasattr(TokenizerManager, "_release_lora_once"):
+        return
+    abort = TokenizerManager._handle_abort_req
+
+    def abort_and_release(self: Any, request: Any) -> None:
+        state = self.rid_to_state.get(request.rid)
+        abort(self, request)
+        released = (request.finished_reason or {}).get("status_code") in (500, 503)  # by the waiting coroutine
+        if state is not None and request.rid not in self.rid_to_state and state.obj.lora_path and not released:
+            asyncio.create_task(self.lora_registry.release(state.obj.lora_id))  # noqa: RUF006, as SGLang does
+
+    TokenizerManager._handle_abort_req = abort_and_release
