@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What `make quickstart` needs, without the tools for development: about 260 MB with a CPU build of torch.
 QUICK  := $(VENV)/.installed-to-run
 
-.PHONY: setup quickstart check test lint types mutants clean sglang-cpu
+.PHONY: setup quickstart check test parts lint types mutants clean sglang-cpu
 
 setup: $(STAMP)
 
@@ -45,13 +45,8 @@ PARALLEL = @$(MAKE) --no-print-directory --keep-going -j
 check: lint
 	$(PARALLEL) 2 types tests-fast
 
-# Five at a time on two cores, because real servers and Slurm mostly wait. The next part starts when one has ended. A test
-# that failed beside four other parts runs once more, alone: what fails twice is broken, and the rest is printed.
 test: lint sglang-cpu
-	$(PARALLEL) 5 types $(addprefix part-,$(PARTS))
-	@for file in .pytest-part-*.failed; do \
-	  test ! -e $$file || { part=$${file#.pytest-part-}; $(MAKE) --no-print-directory again-$${part%.failed} || exit 1; }; \
-	done
+	$(PARALLEL) 2 types parts
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -64,32 +59,31 @@ types: $(STAMP)
 PART_fast := tests/algorithm tests/config tests/data tests/docs tests/rollout tests/simulation tests/planner \
 	$(wildcard tests/test_*.py) --ignore=tests/planner/test_against_megatron.py
 
-# Parts of one to three CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones.
-PARTS := sglang launch policy rest trainer weights loop selfcheck engines rollout
+# Parts of one to three CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones. The last are short, so
+# that they end together.
+PARTS := sglang launch trainer policy rest engines weights layouts critic loop selfcheck docs planner rollout
 # The files that need a real SGLang server share one.
 PART_sglang    := $(shell grep -lwE 'sglang_server|server_of_version|two_servers|start_servers' tests/engines/test_*.py)
 PART_launch    := tests/launch
 PART_engines   := $(filter-out $(PART_sglang),$(wildcard tests/engines/test_*.py))
-PART_trainer   := $(wildcard tests/trainer/test_[a-k]*.py)
+PART_trainer   := $(wildcard tests/trainer/test_[d-k]*.py)
+PART_critic    := $(wildcard tests/trainer/test_[a-c]*.py)
 PART_loop      := $(wildcard tests/trainer/test_[l-z]*.py)
-PART_policy    := tests/policy
+PART_policy    := $(wildcard tests/policy/test_[m-z]*.py)
+PART_layouts   := $(wildcard tests/policy/test_[a-l]*.py)
+PART_docs      := tests/docs
 PART_weights   := tests/weights tests/checkpoints
 PART_selfcheck := tests/selfcheck tests/examples tests/packaging tests/doctor
-PART_rollout   := tests/rollout tests/simulation tests/planner
+PART_rollout   := tests/rollout
+PART_planner   := tests/simulation tests/planner
 PART_rest      := $(foreach part,$(filter-out rest,$(PARTS)),$(addprefix --ignore=,$(PART_$(part))))
 
 tests-%: $(STAMP)
 	@$(BIN)/python -m pytest --durations=40 $(PART_$*)
 
-# pytest ends with 1 when tests failed, and with more when it could not run them.
-part-%: $(STAMP)
-	@rm -f .pytest-part-$*.failed; \
-	$(BIN)/python -m pytest --durations=40 -o cache_dir=.pytest_cache/$* $(PART_$*) > .pytest-part-$*.log 2>&1; code=$$?; \
-	cat .pytest-part-$*.log; test $$code = 0 || touch .pytest-part-$*.failed; test $$code -le 1
-
-again-%:
-	@echo "these failed beside other parts ($*); once more, alone:"
-	@$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none -o cache_dir=.pytest_cache/$* $(PART_$*)
+# Six at a time on two cores, because real servers and Slurm mostly wait.
+parts: $(STAMP)
+	@$(BIN)/python -m tests.support.run_parts 6 $(foreach part,$(PARTS),"$(part) $(PART_$(part))")
 
 mutants: $(STAMP)
 	@$(BIN)/python -W ignore benchmarks/mutants.py

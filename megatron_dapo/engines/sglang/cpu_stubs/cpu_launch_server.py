@@ -25,6 +25,7 @@ def main() -> None:
     gc.disable()
     os.environ.setdefault(DISABLED_MODELS, ",".join(other_models(served_architecture(sys.argv))))
     fork_instead_of_spawn()
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it where it is installed
     if "--enable-lora" in sys.argv:
         ignore_pinned_memory()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
