@@ -53,11 +53,13 @@ from systems import (  # noqa: E402
     trl_command,
     trl_step,
     verl_command,
+    verl_prompts,
     verl_step,
 )
 
 FROZEN = 1e-30  # stands for learning rate 0: no weight changes
 PHASES = ("generate", "log_probs", "update", "sync")
+VLLM_UNSET = ("TORCHDYNAMO_DISABLE",)  # would take vLLM's compiled kernels and most of its CUDA graphs away
 MARK = "HEAD_TO_HEAD_RUN"
 ENDING = 15  # seconds in which a run that is done may end by itself
 # What megatron-dapo can do beyond the common work, measured apart.
@@ -81,17 +83,19 @@ def write_prompts(work: Work, data: Path) -> None:
     config = load_config(our_config(work.gpu), [f"policy.model={work.model}", f"data.path={data}"])
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     prompts = PromptCursor(load_prompts(config.data, tokenizer, work.max_prompt_tokens).prompts, work.seed)
-    lines = []
+    lines, of_verl = [], []
     for prompt in prompts.take(work.steps * work.prompts_per_step):
         question, ids = prompt.meta["question"], prompt.tokens.tolist()
         messages = to_messages(config.data.template, question)
         if config.data.template.endswith("chat"):
             own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
             assert list(own["input_ids"]) == ids, f"verl would make other tokens of {question[:60]!r}"
-        row = {"question": question, "answer": prompt.answer, "text": prompt.text, "ids": ids, "prompt": messages}
+        row = {"question": question, "answer": prompt.answer, "text": prompt.text, "ids": ids}
         verl = {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": prompt.answer}}
-        lines.append(json.dumps({**row, **verl}) + "\n")
+        lines.append(json.dumps(row) + "\n")
+        of_verl.append(json.dumps({"prompt": messages, **verl}) + "\n")
     Path(work.prompts).write_text("".join(lines))
+    verl_prompts(work).write_text("".join(of_verl))
 
 
 def run_one(system: System, work: Work, folder: Path, limit: float) -> dict[str, Any]:
@@ -103,8 +107,11 @@ def run_one(system: System, work: Work, folder: Path, limit: float) -> dict[str,
     environment = os.environ | marked | {
         "PYTHONPATH": os.pathsep.join([str(PEERS), system.path]), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
-        "VERL_FILE_LOGGER_PATH": str(folder / "steps.jsonl"),
+        "VERL_FILE_LOGGER_PATH": str(folder / "steps.jsonl"), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_memory_monitor_refresh_ms": "0",  # it would end workers where memory is added to a machine as it is used
     }  # fmt: skip
+    for name in system.unset:
+        environment.pop(name, None)
     command, cpu = system.command(work, folder), CpuTime(marked[MARK])
     steps: list[Any] = []
     with (folder / "log").open("w") as log, (folder / "memory").open("w") as memory:
@@ -255,10 +262,10 @@ def make_systems(args: argparse.Namespace, samples: int) -> dict[str, System]:
         for name, more in VARIANTS.items()
     }
     return systems | {
-        "trl": System(lambda _, f: trl_command(f, args.trl_python), "steps.jsonl", trl_step, args.trl_path),
+        "trl": System(lambda _, f: trl_command(f, args.trl_python), "steps.jsonl", trl_step, args.trl_path, VLLM_UNSET),
         "verl": System(
             lambda w, f: verl_command(w, f, args.verl_python), "steps.jsonl", lambda x: verl_step(x, samples),
-            args.verl_path,
+            args.verl_path, VLLM_UNSET,
         ),
     }  # fmt: skip
 
@@ -284,7 +291,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after MINUTES")
     for peer in ("trl", "verl"):
         parser.add_argument(f"--{peer}-python", default=sys.executable, help=f"a Python that has {peer}")
-        parser.add_argument(f"--{peer}-path", default="", help=f"a folder for PYTHONPATH that has {peer}")
+        parser.add_argument(f"--{peer}-path", default="", help=f"PYTHONPATH with {peer}")
         parser.add_argument(f"--{peer}-set", nargs="+", default=[], metavar="KEY=JSON", help=f"options of {peer}")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="settings", help="options of ours")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")

@@ -19,7 +19,7 @@ Line = dict[str, Any]
 @dataclass(frozen=True)
 class Work:
     model: str
-    prompts: str = ""  # a file: text, ids, messages and answer of each, in the order in which they are trained on
+    prompts: str = ""  # a file: question, text, ids and answer of each, in the order in which they are trained on
     steps: int = 0
     lr: float = 0.0
     prompts_per_step: int = 64
@@ -38,6 +38,7 @@ class System:
     log: str  # the file with its step lines
     parse: Callable[[Line], Line | None]  # None: not the line of a step
     path: str  # PYTHONPATH
+    unset: tuple[str, ...] = ()  # variables of the shell that it must not see
 
 
 def our_config(gpu: bool) -> Path:
@@ -78,10 +79,15 @@ def trl_step(line: Line) -> Line:
     return {**line, "generated": line["tokens"]}
 
 
+def verl_prompts(work: Work) -> Path:
+    """verl's own file: it carries every column of a prompt through the step, so this one has no other."""
+    return Path(work.prompts).with_name("verl.jsonl")
+
+
 def verl_command(work: Work, folder: Path, python: str) -> list[str]:
     actor, prompts, length = "actor_rollout_ref", work.prompts_per_step, work.max_response_tokens
     settings = {
-        "data.train_files": work.prompts, "data.val_files": work.prompts, "data.train_batch_size": prompts,
+        "data.train_files": verl_prompts(work), "data.val_files": verl_prompts(work), "data.train_batch_size": prompts,
         "data.max_prompt_length": work.max_prompt_tokens, "data.max_response_length": length,
         f"{actor}.model.path": work.model, f"{actor}.actor.optim.lr": work.lr, f"{actor}.rollout.n": work.samples,
         f"{actor}.actor.ppo_mini_batch_size": prompts // work.updates,

@@ -1,8 +1,9 @@
 """TRL in benchmarks/head_to_head.py: trl_head_to_head.py WORK STEPS, two files: the task, and a line for each step.
 
-The fast path of TRL's documentation on one GPU: vLLM colocated with sleep mode, its fused LM head, Liger's kernels, no
-gradient checkpointing, fused AdamW, fp32 weights under bf16 autocast (TRL's default). vLLM's log-probs are not used:
-the correction for them would cost a forward pass of its own. On the CPU transformers generates.
+The fast path of TRL's documentation on one GPU: vLLM colocated, its fused LM head, Liger's layers (the kernels of the
+Hub need a network), no gradient checkpointing, fused AdamW, fp32 weights under bf16 autocast (TRL's default). vLLM
+stays awake beside the trainer: sleep mode saves memory for time. vLLM's log-probs are not used: the correction for them
+would cost a forward pass of its own. On the CPU transformers generates.
 """
 
 import json
@@ -24,11 +25,14 @@ samples, updates, gpu = work["prompts_per_step"] * work["samples"], work["update
 micro_batch = min(work["options"].pop("micro_batch", 16), samples // updates)
 seconds: Counter[str] = Counter()
 batch: dict[str, float] = {}
+answers = iter([row["answer"] for row in rows])
 PHASES = {"generate": "generate", "sync_weights": "sync", "_prepare_inputs": "prepare", "reward": "reward"}
 
 
 def graded(completions, completion_ids, answer, **_):
     started, scores = time.perf_counter(), reward(completions, answer)
+    expected = [next(answers) for _ in range(work["prompts_per_step"])]
+    assert answer[:: work["samples"]] == expected, "TRL takes the prompts in another order"
     batch.update(
         tokens=sum(map(len, completion_ids)), samples=len(scores), accuracy=sum(s > 0 for s in scores) / len(scores)
     )
@@ -62,7 +66,7 @@ class Steps(TrainerCallback):
 ProfilingContext._log_metrics = record
 device = (
     {
-        "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.4,
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False, "vllm_gpu_memory_utilization": 0.25,
         "vllm_max_model_length": work["max_prompt_tokens"] + work["max_response_tokens"],
         "vllm_importance_sampling_correction": False, "use_liger_kernel": True, "bf16": True,
     }

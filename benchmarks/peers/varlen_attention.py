@@ -15,15 +15,25 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 OPTIONS = inspect.signature(varlen_attn).parameters
+last: tuple[Tensor, Tensor, int] | None = None  # positions, boundaries, longest: all layers of a pass have the same
+
+
+def boundaries(position_ids: Tensor) -> tuple[Tensor, int]:
+    """Of the sequences in positions [1, tokens] (0: one begins), [sequences + 1], and their longest. Once a pass:
+    reading them waits for the GPU."""
+    global last
+    if last is None or last[0] is not position_ids:
+        starts = (position_ids[0] == 0).nonzero()[:, 0].int()
+        ends = torch.nn.functional.pad(starts, (0, 1), value=position_ids.shape[1])
+        last = position_ids, ends, int(position_ids.max()) + 1
+    return last[1:]
 
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, position_ids: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """query [1, heads, tokens, h], position_ids [1, tokens] (0: a sequence begins) to [1, tokens, heads, h]."""
-    starts = (position_ids[0] == 0).nonzero()[:, 0].int()
-    ends = torch.nn.functional.pad(starts, (0, 1), value=position_ids.shape[1])
-    longest = int(position_ids.max()) + 1
+    """query [1, heads, tokens, h], position_ids [1, tokens] to [1, tokens, heads, h]."""
+    ends, longest = boundaries(position_ids)
     if "enable_gqa" in OPTIONS:
         options: dict[str, Any] = {"enable_gqa": True}
     else:

@@ -74,8 +74,15 @@ def test_one_rule_behind_three_signatures(response, right):
     assert grader.compute_score("gsm8k", response, "1,234", extra_info={}) == expected
 
 
+def test_verl_reads_a_file_without_the_columns_of_the_others():
+    work = h2h.Work("model", prompts="/out/prompts.jsonl", steps=3)
+    command = h2h.verl_command(work, Path("/out/run"), "python")
+    assert "data.train_files=/out/verl.jsonl" in command and "actor_rollout_ref.rollout.max_model_len=1280" in command
+
+
 SCRIPT = """
-import json, subprocess, sys, time
+import json, os, subprocess, sys, time
+assert "TORCHDYNAMO_DISABLE" not in os.environ
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 for step in (1, 2):
     with open("steps.jsonl", "a") as file:
@@ -88,7 +95,8 @@ raise RuntimeError("no third step")
 
 def test_a_run_that_fails_keeps_its_steps_and_leaves_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(h2h, "ENDING", 1)
-    system = h2h.System(lambda *_: [sys.executable, "-c", SCRIPT], "steps.jsonl", h2h.trl_step, "")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    system = h2h.System(lambda *_: [sys.executable, "-c", SCRIPT], "steps.jsonl", h2h.trl_step, "", h2h.VLLM_UNSET)
     run = h2h.run_one(system, h2h.Work("model", steps=3), tmp_path / "run", limit=100)
     assert run["reason"] == "RuntimeError: no third step" and [step["step"] for step in run["steps"]] == [1, 2]
     child = int((tmp_path / "run" / "child").read_text())
