@@ -478,12 +478,7 @@ def planned_gib(run: Path) -> float:
     layers: Layers = "te" if has_transformer_engine() else "local"
     task = task_of(config, shape, cluster, Workload.of(config), DEFAULT_MFU, layers)
     found = judge(task, config.policy)
-    memory, critic = found.memory, found.critic
-    if task.critic is None or critic is None:
-        return memory.allocated / GIB
-    if task.critic.takes_turns:
-        return max(memory.allocated, critic.allocated) / GIB
-    return max(memory.allocated + critic.static, critic.allocated + memory.static) / GIB
+    return max(memory.allocated for memory in (found.memory, found.critic) if memory) / GIB
 
 
 def write_learning(out: Path, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.planner.plan import Advice, Plan, Planner, shared_gpu
+from megatron_dapo.planner.plan import Advice, Plan, Planner, task_of
 from megatron_dapo.planner.search import Task, with_changes
 from megatron_dapo.planner.workload import log_prob_passes
 
@@ -42,9 +42,8 @@ def step_with(config: Config, changes: dict[str, Any], task: Task) -> float | No
         changed = with_changes(config, changes)
     except ConfigError:
         return None
-    residue, kept = shared_gpu(changed, task.cluster)
     work = replace(task.work, log_prob_passes=log_prob_passes(changed))
-    return Planner(changed, replace(task, work=work, residue=residue, kept=kept)).step()
+    return Planner(changed, task_of(changed, task.shape, task.cluster, work, task.mfu, task.layers)).step()
 
 
 def _trials(config: Config, plan: Plan, task: Task) -> Iterator[tuple[dict[str, Any], str]]:

@@ -22,6 +22,8 @@ DECODE_MFU: dict[EngineSoftware, float] = {"sglang": 0.6, "vllm": 0.4}
 # kernel (64 for more tokens than experts, without a tuned configuration).
 EXPERT_BLOCK = 16
 SECONDS_PER_LAYER = 60e-6  # launches and small kernels
+# And with an adapter. SGLang, H200, 32B, rank 32 on all linear layers, 64 sequences: 6.8 to 7.7 ms a step in 64 layers.
+SECONDS_PER_ADAPTED_LAYER = 110e-6
 ALL_REDUCE_SECONDS = 15e-6  # one all-reduce of a layer, inside a node
 # One all-reduce of a layer between nodes; 235B at TP 16 (NeMo-RL) needs 40 to 60 µs.
 ALL_REDUCE_BETWEEN_NODES = 50e-6
@@ -36,9 +38,15 @@ SECONDS_PER_SEQUENCE: dict[EngineSoftware, float] = {"sglang": 6e-6, "vllm": 64e
 LENGTH_SIGMA = 0.92  # of the logarithm: a policy's responses to DAPO-Math-17k
 GROUP_SHARE = 0.5  # of that variance is between prompts
 
-# ---- engine memory
+# ---- memory: trainer, engine
+# CUDA context and kernels after an update, 2.4 GiB on an H200; NCCL's buffers when there is more than one rank.
+CONTEXT_BYTES, NCCL_BYTES = 2.5 * GIB, 2.0 * GIB
+# Of activations and working space, what torch keeps beyond its peak: about half (RESULTS.md, memory.py). Most of it is
+# returned when an allocation of its own fails, but not to an engine that keeps its memory on the same GPU.
+FRAGMENTATION, FRAGMENTATION_BESIDE_ENGINE = 0.05, 0.5
 DEFAULT_FRACTION = 0.88  # SGLang's --mem-fraction-static
-ENGINE_OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction, and kept after a release
+ENGINE_OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction
+ENGINE_RELEASED_BYTES = 1.5 * GIB  # kept after a release: 2.7 GiB on an H200 less 1.2 of a trainer before its updates
 
 # ---- advice
 MARGIN = 0.05  # of a GPU's memory that recommended layouts leave free: the largest error of a predicted peak

@@ -105,8 +105,6 @@ def memory_fraction(arguments: list[str]) -> float:
 
 def fleet_of(shape: ModelShape, engine: EnginePlan, rollout: RolloutConfig, cluster: Cluster) -> Fleet:
     """The engines as a queueing model."""
-    size = DTYPE_BYTES.get(rollout.servers.dtype, 2)
-    decode = decode_model(
-        shape, cluster, engine.tensor_parallel, dtype_bytes=size, weight_bytes=weight_bytes(rollout)
-    )  # fmt: skip
+    sizes = DTYPE_BYTES.get(rollout.servers.dtype, 2), weight_bytes(rollout)
+    decode = decode_model(shape, cluster, engine.tensor_parallel, "sglang", *sizes, rollout.sends_adapters)
     return Fleet(engine.servers, decode, engine.kv_tokens, rollout.servers.max_running)

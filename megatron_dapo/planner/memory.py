@@ -13,13 +13,12 @@ under sequence parallelism.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.planner.assumptions import EXPERT_IMBALANCE
-from megatron_dapo.planner.hardware import GIB
+from megatron_dapo.planner.assumptions import CONTEXT_BYTES, EXPERT_IMBALANCE, FRAGMENTATION, NCCL_BYTES
 from megatron_dapo.planner.parameters import (
     RankParameters,
     adapter_parameters,
@@ -210,11 +209,6 @@ def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
     )
 
 
-# CUDA context, cuBLAS and cuDNN workspaces; NCCL's buffers when there is more than one rank.
-CONTEXT_BYTES, NCCL_BYTES = 1.0 * GIB, 2.0 * GIB
-BUCKET_BYTES = 1.5 * GIB  # weights that are being sent to an engine
-# Share of torch's allocations lost to fragmentation: packed micro-batches differ in size.
-FRAGMENTATION = 0.05
 STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -230,7 +224,10 @@ class TrainerMemory:
     layer: float  # recomputed layer and its gradients
     head: float
     step: float  # temporaries of the optimizer's step
-    reserve: float
+    libraries: float  # CUDA, NCCL
+    fragmentation: float = FRAGMENTATION
+    buffers: float = 0.0  # of weight sync, which a sender keeps between updates
+    other: float = 0.0  # static parts of the other model, critic or policy, unless they take turns
 
     @property
     def static(self) -> float:
@@ -244,7 +241,11 @@ class TrainerMemory:
     @property
     def allocated(self) -> float:
         """The prediction for torch.cuda.max_memory_allocated."""
-        return self.static + max(self.passes, self.step)
+        return self.static + self.buffers + self.other + max(self.passes, self.step)
+
+    @property
+    def reserve(self) -> float:
+        return self.libraries + self.fragmentation * max(self.passes, self.step)
 
     @property
     def total(self) -> float:
@@ -259,7 +260,8 @@ class TrainerMemory:
         else:
             moment = {"activations": self.activations, working[0]: working[1]}
         static = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
-        return {**static, **moment, "reserve": self.reserve}
+        kept = {"weight sync": self.buffers, "other model": self.other}
+        return {**static, **moment, **{part: size for part, size in kept.items() if size}, "reserve": self.reserve}
 
 
 def stage_memory(
@@ -274,7 +276,7 @@ def stage_memory(
     last = stage == policy.pipeline_parallel - 1
     activations, layer = _passes(shape, policy, stage, micro_batches, layers)
     head = head_memory(shape, policy)
-    memory = TrainerMemory(
+    return TrainerMemory(
         stage=stage,
         weights=size * held + _fp8_copies(shape, policy, stage),
         gradients=(4 if policy.gradient_reduction == "fp32" else 2) * trained.total,
@@ -283,10 +285,8 @@ def stage_memory(
         layer=layer + (head.kept_gradient if last else 0.0),
         head=head.work if last else 0.0,
         step=step,
-        reserve=0.0,
+        libraries=kept_while_engines_work(world),
     )
-    reserve = CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0) + FRAGMENTATION * max(memory.passes, step)
-    return replace(memory, reserve=reserve)
 
 
 def trainer_memory(
@@ -308,7 +308,7 @@ def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
 
 def kept_while_engines_work(world: int) -> float:
     """Bytes that the trainer cannot offload from a GPU that it shares with an engine."""
-    return CONTEXT_BYTES + BUCKET_BYTES + (NCCL_BYTES if world > 1 else 0.0)
+    return CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0)
 
 
 def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:

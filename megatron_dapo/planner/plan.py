@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.planner import assumptions, engine, memory, timing
+from megatron_dapo.planner import assumptions, engine, timing
 from megatron_dapo.planner.assumptions import DEFAULT_MFU, ENGINE_OVERHEAD_BYTES, HOST_BYTES_PER_SECOND
 from megatron_dapo.planner.engine import EnginePlan, fleet_of, hands_over, memory_fraction, plan_engine
 from megatron_dapo.planner.generation import Generation, generate
@@ -130,13 +130,7 @@ def _sync(task: Task, rollout: RolloutConfig, policy: PolicyConfig, engine: Engi
     cluster, weights = task.cluster, rollout.weights
     nodes = -(-engine.servers * engine.tensor_parallel // cluster.gpus_per_node)
     time = sync_time(task.shape, policy, weights, cluster, nodes, engine.tensor_parallel)
-    embedding = task.shape.vocab * task.shape.hidden * 2
-    buffers = (
-        ""
-        if weights.transport in ("disk", "adapter")
-        else (f"; {buffer_bytes(policy, weights, embedding) / GIB:.1f} GiB of buffers on each sender")
-    )
-    return Phase("weight sync", time.total, f"{weights.transport}, {time.describe()}{buffers}")
+    return Phase("weight sync", time.total, f"{weights.transport}, {time.describe()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,19 +339,12 @@ class Planner:
         """What does not fit, with the part that is too large."""
         if chosen is None:
             return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine"]
-        problems, mem, serving = [], chosen.trainer.memory, chosen.engine
-        critic = chosen.trainer.critic
-        if critic is not None and not chosen.trainer.fits:
-            how = "in turns" if self.task.critic and self.task.critic.takes_turns else "beside each other"
-            problems.append(
-                f"policy and critic, {how}, need {mem.total / GIB:.1f} and {critic.total / GIB:.1f} GiB, of which "
-                f"{mem.static / GIB:.1f} and {critic.static / GIB:.1f} GiB all the time; a rank has "
-                f"{self.task.limit / GIB:.1f} GiB"
-            )
-        elif not chosen.trainer.fits:
+        problems, serving, mem, critic = [], chosen.engine, chosen.trainer.memory, chosen.trainer.critic
+        if not chosen.trainer.fits:
+            mem, who = (critic, "critic") if critic and critic.total > mem.total else (mem, "trainer")
             part, size = max(mem.parts.items(), key=lambda item: item[1])
             problems.append(
-                f"the trainer needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, but has "
+                f"the {who} needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, but has "
                 f"{self.task.limit / GIB:.1f} GiB; the largest part is {part} with {size / GIB:.1f} GiB"
             )
         if serving and not serving.fits:
@@ -380,7 +367,9 @@ def task_of(
     shared = 2.0 * rows_in_hf_order(shape) if config.rollout.shares_base else 0.0
     if shared and (cluster.gpus > 1 or not cluster.colocated):
         raise PlanError("rollout.servers.share_base is for trainer and server on one GPU: plan it with --gpus 1")
-    return Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster), critic, shared)
+    residue, kept = shared_gpu(config, cluster)
+    buffers = 0.0 if kept or config.rollout.sends_adapters else buffer_bytes(shape, config.rollout.weights, cluster)
+    return Task(shape, work, cluster, mfu, layers, residue, kept, critic, shared, buffers)
 
 
 def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
@@ -389,7 +378,7 @@ def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
     if rollout.engine == "embedded" or rollout.servers.urls or not cluster.colocated:
         return 0.0, 0.0
     if hands_over(rollout):
-        return ENGINE_OVERHEAD_BYTES, kept_while_engines_work(cluster.trainer_gpus)
+        return assumptions.ENGINE_RELEASED_BYTES, kept_while_engines_work(cluster.trainer_gpus)
     # The engine allocates its share before the trainer starts, and keeps it.
     return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + ENGINE_OVERHEAD_BYTES, 0.0
 
@@ -457,8 +446,8 @@ def _trainer(task: Task) -> list[str]:
         ),
         f"layers: {layers}; the head holds one chunk of logits, which their gradient replaces",
         (
-            f"reserve: {memory.CONTEXT_BYTES / GIB:g} GiB CUDA, {memory.NCCL_BYTES / GIB:g} GiB NCCL, "
-            f"{memory.FRAGMENTATION:.0%} of activations and working space lost to fragmentation"
+            f"reserve: {assumptions.CONTEXT_BYTES / GIB:g} GiB CUDA, {assumptions.NCCL_BYTES / GIB:g} GiB NCCL, "
+            f"{task.fragmentation:.0%} of activations and working space, which torch keeps unused"
         ),
     ]
     if task.shape.is_moe:
@@ -481,7 +470,7 @@ def _engine(task: Task, config: Config) -> list[str]:
             "colocated with a fixed split: the engine keeps its share of the GPU, the trainer has the rest"
             if not engine.hands_over(config.rollout)
             else "colocated with hand-over (rollout.servers.share_gpus must be true): engines release weights and KV "
-            f"cache while the trainer works ({assumptions.ENGINE_OVERHEAD_BYTES / GIB:g} GiB stay), the trainer's "
+            f"cache while the trainer works ({assumptions.ENGINE_RELEASED_BYTES / GIB:g} GiB stay), the trainer's "
             f"state is in host memory while they generate ({task.kept / GIB:.1f} GiB stay)"
         )
     else:

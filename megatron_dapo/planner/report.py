@@ -24,6 +24,8 @@ NOTES = {
     "layer": "backward pass of one layer",
     "head": "logits of one chunk, gradient of the output layer",
     "optimizer step": "temporaries of torch's AdamW",
+    "weight sync": "buckets that a sender keeps between updates",
+    "other model": "weights, gradients and optimizer of the critic",
     "reserve": "CUDA, NCCL, fragmentation",
 }
 

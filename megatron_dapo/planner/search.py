@@ -17,7 +17,7 @@ from megatron_dapo.config.critic import CriticConfig
 from megatron_dapo.config.load import apply_override
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.schema import stage_ends
-from megatron_dapo.planner.assumptions import MARGIN
+from megatron_dapo.planner.assumptions import FRAGMENTATION, FRAGMENTATION_BESIDE_ENGINE, MARGIN
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.memory import Layers, TrainerMemory, static_memory, trainer_memory
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
@@ -59,6 +59,7 @@ class Task:
     kept: float = 0.0  # bytes that the trainer holds while a colocated engine works
     critic: CriticTask | None = None
     shared: float = 0.0  # bytes of weights that are a colocated engine's own (rollout.servers.share_base)
+    buffers: float = 0.0  # bytes that a sender of weights keeps between updates; counted on the fullest rank
 
     @property
     def world(self) -> int:
@@ -67,6 +68,10 @@ class Task:
     @property
     def limit(self) -> float:
         return self.cluster.gpu.memory - self.residue
+
+    @property
+    def fragmentation(self) -> float:
+        return FRAGMENTATION_BESIDE_ENGINE if self.residue and not self.kept else FRAGMENTATION
 
     @property
     def advised(self) -> float:
@@ -103,13 +108,11 @@ def judge(task: Task, policy: PolicyConfig, memory: TrainerMemory | None = None)
     seconds += updates * passes * pass_time(*arguments, train=False).total
     if task.critic is None:
         return Candidate(policy, memory, memory.total <= task.limit, seconds)
-    micro_batches = most_micro_batches(policy, task.work, task.world)
-    critic = trainer_memory(task.critic.shape, task.critic.policy(policy), task.world, micro_batches, task.layers)
-    needed = max(memory.total, critic.total)
+    critic = memory_of(task, task.critic.policy(policy), task.critic.shape)
     if not task.critic.takes_turns:
-        needed = max(memory.total + critic.static, critic.total + memory.static)
+        memory, critic = replace(memory, other=critic.static), replace(critic, other=memory.static)
     seconds += sum(critic_seconds(task, policy))
-    return Candidate(policy, memory, needed <= task.limit, seconds, critic)
+    return Candidate(policy, memory, max(memory.total, critic.total) <= task.limit, seconds, critic)
 
 
 def critic_seconds(task: Task, policy: PolicyConfig) -> tuple[float, float]:
@@ -121,10 +124,11 @@ def critic_seconds(task: Task, policy: PolicyConfig) -> tuple[float, float]:
     return values, updates
 
 
-def memory_of(task: Task, policy: PolicyConfig) -> TrainerMemory:
+def memory_of(task: Task, policy: PolicyConfig, critic: ModelShape | None = None) -> TrainerMemory:
     micro_batches = most_micro_batches(policy, task.work, task.world)
-    memory = trainer_memory(task.shape, policy, task.world, micro_batches, task.layers)
-    return replace(memory, weights=memory.weights - task.shared)
+    memory = trainer_memory(critic or task.shape, policy, task.world, micro_batches, task.layers)
+    weights = memory.weights - (0.0 if critic else task.shared)
+    return replace(memory, weights=weights, fragmentation=task.fragmentation, buffers=task.buffers)
 
 
 def why_illegal(task: Task, policy: PolicyConfig) -> str | None:

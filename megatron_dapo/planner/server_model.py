@@ -60,6 +60,7 @@ def decode_model(
     engine: EngineSoftware = "sglang",
     dtype_bytes: int = 2,
     weight_bytes: float | None = None,
+    adapter: bool = False,
 ) -> DecodeModel:
     """`weight_bytes`: of a parameter, where weights are quantised."""
     weight_bytes = dtype_bytes if weight_bytes is None else weight_bytes
@@ -69,7 +70,7 @@ def decode_model(
     experts = parameters.experts
     flops = gpu.tflops * 1e12 * assumptions.DECODE_MFU[engine] * tp
     active = parameters.layer_matrices_active + shape.vocab * shape.hidden
-    latency = volume = 0.0
+    adapted, latency, volume = assumptions.SECONDS_PER_ADAPTED_LAYER if adapter else 0.0, 0.0, 0.0
     if tp > 1:
         once = assumptions.ALL_REDUCE_BETWEEN_HOSTS if tp > gpu.per_host else assumptions.ALL_REDUCE_SECONDS
         once = assumptions.ALL_REDUCE_BETWEEN_NODES if tp > cluster.gpus_per_node else once
@@ -81,7 +82,7 @@ def decode_model(
         idle_share=1 - shape.experts_per_token / shape.experts if shape.is_moe else 0.0,
         per_context_token=kv_bytes(shape, tp, dtype_bytes) / bandwidth,
         arithmetic=2 * (active - parameters.routed) / flops,
-        fixed=assumptions.SECONDS_PER_LAYER * shape.layers + latency,
+        fixed=(assumptions.SECONDS_PER_LAYER + adapted) * shape.layers + latency,
         per_sequence=assumptions.SECONDS_PER_SEQUENCE[engine] + volume,
         per_prompt_token=2 * parameters.active / flops,
         per_expert_row=2 * parameters.routed / max(1, shape.experts_per_token) / flops,

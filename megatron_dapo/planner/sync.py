@@ -159,9 +159,10 @@ def _gather(
     return inside + size / senders * (1 - 1 / apart) / wire
 
 
-def buffer_bytes(policy: PolicyConfig, weights: WeightTransportConfig, largest: float) -> float:
-    """GPU memory of a sender: two buckets, and the shards of one from other ranks. `largest`: the largest parameter."""
-    bucket = max(weights.bucket_bytes, largest)
-    others = policy.tensor_parallel > 1 or policy.pipeline_parallel > 1 or policy.expert_parallel > 1
-    # A bucket that is quantised is assembled in a third block. The other two are smaller then, but not always.
-    return bucket * (2 + others + (weights.quantization != "none"))
+def buffer_bytes(shape: ModelShape, weights: WeightTransportConfig, cluster: Cluster) -> float:
+    """GPU memory of a sender: two buckets, and not the shards of one from other ranks, which it frees."""
+    largest = 2.0 * shape.vocab * shape.hidden  # a parameter that is larger than a bucket is one of its own
+    bucket = min(2.0 * count_parameters(shape).total, max(weights.bucket_bytes, largest))
+    passed_on = weights.transport == "tensor" and cluster.trainer_gpus > cluster.gpus_per_node  # to other nodes
+    # What is passed on has a third block, and so has what is quantised. The other two are smaller then, but not always.
+    return bucket * (2 + passed_on + (weights.quantization != "none"))

@@ -1,6 +1,7 @@
 """`megatron-dapo plan`: the published 32B set-up fits, TP 1 does not, and the suggested change does."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from published_models import CONFIGS, published
@@ -8,8 +9,10 @@ from published_models import CONFIGS, published
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
 from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
-from megatron_dapo.planner.engine import memory_fraction
+from megatron_dapo.planner.engine import fleet_of, memory_fraction, plan_engine
 from megatron_dapo.planner.hardware import GIB, PlanError
+from megatron_dapo.planner.plan import task_of
+from megatron_dapo.planner.search import judge
 from megatron_dapo.planner.server_model import decode_model
 
 # The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
@@ -86,7 +89,7 @@ def test_colocation_with_hand_over_or_with_a_fixed_split():
         for config in (with_servers(share_gpus=True), with_servers(arguments=half))
     )
     memory = cluster.gpu.memory
-    assert shared.limit == memory - 3 * GIB and split.limit == pytest.approx(memory / 2 - 3 * GIB)
+    assert shared.limit == memory - 1.5 * GIB and split.limit == pytest.approx(memory / 2 - 3 * GIB)
     assert "hand-over" in [phase.name for phase in shared.phases]
     assert split.chosen.engine.kv_room + split.chosen.engine.weights == pytest.approx(memory / 2)
     assert shared.chosen.engine.kv_room > split.chosen.engine.kv_room
@@ -105,7 +108,7 @@ def test_an_engine_that_does_not_fit_is_reported():
 
 def test_disaggregated_engines_leave_the_whole_gpu_to_the_trainer():
     shared, apart = plan_32b(**TP8), plan_32b(engine_gpus=64, **TP8)
-    assert apart.limit - shared.limit == 3 * GIB
+    assert apart.limit - shared.limit == 1.5 * GIB
     assert apart.chosen.engine.servers == 16 and apart.cluster.trainer_gpus == 64
     # More optimizer state on half the ranks.
     assert apart.chosen.trainer.memory.optimizer == 2 * shared.chosen.trainer.memory.optimizer
@@ -129,6 +132,66 @@ def test_ranking_is_sorted_and_fits():
 def test_decoding_speed_measured_on_an_h200(running, measured):
     step = decode_model(published("Qwen2.5-1.5B"), Cluster(find_gpu("h200"), 1), 1).step(running, running * 512)
     assert running / step == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("context", "milliseconds"), [(80, 26.1), (400, 27.8), (760, 29.7)])
+def test_decoding_speed_with_an_adapter_measured_on_an_h200(context, milliseconds):
+    """64 sequences, rank 32 on all linear layers. Without an adapter it is predicted 6.8 to 7.7 ms faster."""
+    config = parse_config({"policy": {"lora": {"rank": 32}}, "rollout": {"weights": {"transport": "adapter"}}})
+    shape, cluster, work = published("Qwen2.5-32B"), Cluster(find_gpu("h200"), 1), Workload.of(config)
+    decode = fleet_of(shape, plan_engine(shape, config.rollout, cluster, work), config.rollout, cluster).decode
+    assert decode.step(64, 64 * context) * 1e3 == pytest.approx(milliseconds, rel=0.03)
+
+
+BESIDE = {"share_gpus": False, "arguments": ["--mem-fraction-static", "0.3"]}
+SHARED_BASE = {"share_gpus": False, "share_base": True, "arguments": ["--mem-fraction-static", "0.78"]}
+LORA = {"lora": {"rank": 32}}
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "transport", "servers", "allocated", "sync", "total"),
+    [
+        ("Qwen2.5-1.5B", {"micro_batch_tokens": 4096}, "tensor", BESIDE, 39.77, 1.0, None),
+        ("Qwen2.5-1.5B", {"micro_batch_tokens": 4096, **LORA}, "adapter", BESIDE, 12.93, 0.0, None),
+        ("Qwen2.5-1.5B", {"micro_batch_tokens": 16384}, "tensor", {"share_gpus": True}, 64.63, 0.0, None),
+        ("Qwen2.5-32B", {"micro_batch_tokens": 9216, "recompute": "full", **LORA}, "adapter", SHARED_BASE, 18.66, 0.0,
+         25.13),
+    ],
+)  # fmt: skip
+def test_memory_measured_on_an_h200(model, policy, transport, servers, allocated, sync, total):
+    """GiB. A trainer that keeps its memory keeps two buckets of 512 MiB, too. Beside an engine that also keeps its own,
+    what torch has beyond its peak counts."""
+    rollout = {"max_prompt_tokens": 512, "max_response_tokens": 768, "servers": servers}
+    config = parse_config({
+        "policy": {"head_chunk_tokens": 1024, **policy}, "rollout": rollout | {"weights": {"transport": transport}},
+        "trainer": {"ranks": 1},
+    })  # fmt: skip
+    shape = replace(published(model), tied_embeddings=False)  # of 1.5B too, in this run
+    task = task_of(config, shape, Cluster(find_gpu("h200"), 1), Workload.of(config), 0.65, "local")
+    memory = judge(task, config.policy).memory
+    assert memory.allocated / GIB == pytest.approx(allocated, rel=0.025)
+    assert memory.parts.get("weight sync", 0.0) == sync * GIB
+    if total is not None:
+        assert memory.total / GIB == pytest.approx(total, rel=0.025)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_critic_beside_the_policy_or_in_turns(offload):
+    """Beside each other, each peak has the static parts of the other; the buffers of weight sync are there at both."""
+    config = parse_config({"algorithm": {"advantage": "gae"}, "critic": {"model": "Qwen2.5-7B", "offload": offload}})
+    shape, cluster = published("Qwen2.5-1.5B"), Cluster(find_gpu("h100"), 2, 2, 1)
+    task = task_of(config, shape, cluster, Workload.of(config), 0.65)
+    found = judge(task, config.policy)
+    memory, critic = found.memory, found.critic
+    assert memory.buffers == critic.buffers == 1 << 30 and critic.total > memory.total
+    assert (memory.other, critic.other) == ((0.0, 0.0) if offload else (critic.static, memory.static))
+    for one in (memory, critic):
+        assert one.allocated == one.static + one.other + one.buffers + max(one.passes, one.step)
+        assert sum(one.parts.values()) == pytest.approx(one.total)
+    largest = max(memory.total, critic.total) / GIB
+    for size, fits in ((largest * 1.001, True), (largest * 0.999, False)):
+        smaller = replace(cluster, gpu=find_gpu("h100", size))
+        assert judge(replace(task, cluster=smaller), config.policy).fits == fits
 
 
 def test_training_speed_measured_on_an_h200():

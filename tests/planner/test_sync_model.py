@@ -175,11 +175,16 @@ def test_the_copy_of_the_last_two_buckets_delays_nothing():
     assert held.snapshot == 0
 
 
-def test_a_sender_holds_two_buckets_and_the_shards_of_one():
-    weights = WeightTransportConfig(bucket_bytes=1 << 29)
-    assert buffer_bytes(PolicyConfig(), weights, 1 << 20) == 2 << 29
-    assert buffer_bytes(PolicyConfig(tensor_parallel=2), weights, 1 << 20) == 3 << 29
-    assert buffer_bytes(PolicyConfig(), weights, 1 << 30) == 2 << 30  # a larger parameter is a bucket of its own
-    fp8 = weights.model_copy(update={"quantization": "fp8"})
-    assert buffer_bytes(PolicyConfig(), fp8, 1 << 20) == 3 << 29
+def test_a_sender_holds_two_buckets():
+    weights = WeightTransportConfig(bucket_bytes=1 << 31)
+    node, nodes = Cluster(find_gpu("h100"), 8), Cluster(find_gpu("h100"), 16)
+    assert buffer_bytes(QWEN3_32B, weights, node) == buffer_bytes(QWEN3_32B, weights, nodes) == 2 << 31
+    small = weights.model_copy(update={"bucket_bytes": 1 << 29})
+    assert buffer_bytes(QWEN3_32B, small, node) == 2 * 151936 * 5120 * 2  # a larger parameter is a bucket of its own
+    # A third block: what is quantised is assembled there, and what goes to the ranks of other nodes passes through it.
+    fp8, tensor = (weights.model_copy(update=u) for u in ({"quantization": "fp8"}, {"transport": "tensor"}))
+    assert buffer_bytes(QWEN3_32B, fp8, node) == buffer_bytes(QWEN3_32B, tensor, nodes) == 3 << 31
+    assert buffer_bytes(QWEN3_32B, tensor, node) == 2 << 31
+    tiny = replace(QWEN3_32B, layers=1, hidden=64, ffn_hidden=64, vocab=64)
+    assert buffer_bytes(tiny, weights, node) == 4 * count_parameters(tiny).total
     assert count_senders(QWEN3_32B, LAYOUT_32B, weights) == 1
