@@ -9,6 +9,7 @@ reference each have that error against fp32, and tensor parallelism rounds parti
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,7 @@ def trace_config(
 ) -> Trace:
     """As `trace_updates`, with any configuration and any small model."""
     torch.set_num_threads(1)
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine multiplies fp32 matrices in TF32
     runtime = initialize(config.policy, seed=1, rendezvous=rendezvous)
     policy = Policy(config, shape, runtime)
     weights = random_hf_weights(shape, scale=min(0.1, 0.57 * shape.hidden**-0.5))
