@@ -212,6 +212,17 @@ async def test_a_fleet_has_one_process_for_some_servers_and_ends_it(tmp_path, mo
         await Fleet(config, str(tmp_path), tmp_path).start()
 
 
+async def test_the_process_ends_without_a_word(capfd):
+    """aiohttp reports connections that are open when they are forgotten."""
+    process, server = ClientProcess(), await FakeServer().start()
+    client = SGLangClient(server.url, settings().servers)
+    client.process = process
+    await client.generate("r", PROMPT, SamplingParams(8))
+    await process._worker.end(patience=20)
+    await client.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_the_process_ends_with_its_parent():
     """kill -9 of the parent, which also has a child that holds its descriptors."""
     script = (

@@ -151,9 +151,10 @@ class Worker:
 def main() -> None:
     parent = parent_channel().socket
     parent.setblocking(False)
+    worker = Worker(parent)
     with contextlib.suppress(ConnectionError):
-        asyncio.run(Worker(parent).serve())
-    os._exit(0)  # nobody waits for what still runs
+        asyncio.run(worker.serve())
+    os._exit(0)  # nobody waits for what still runs, and aiohttp does not complain about open connections
 
 
 if __name__ == "__main__":
