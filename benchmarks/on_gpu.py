@@ -17,8 +17,8 @@ with `policy.true_on_policy` and 20 without, then two runs of which one is kille
 command each (`--only`); the `step_…` runs are for speed and must be alone on the GPU; DIR/learning.md is its table. Its
 `model_32b` writes 65 GB into DIR, which `lora_32b` then trains; DIR may be on a RAM disk.
 `families` are short runs of what the others leave out: Qwen3-Next and Qwen3.5 (random, killed and resumed), experts
-over two ranks of trainer and server, LoRA on the server's base, YaRN, tools, and distillation, whose teacher is started
-before: `python -m sglang.launch_server --model-path MODEL --port 36000`.
+over two ranks of trainer and server, LoRA on the server's base, YaRN, tools, and distillation. Its teacher is started
+before: `python -m sglang.launch_server --model-path MODEL --port 36000 --mem-fraction-static 0.1`.
 Several ranks need NCCL 2.30 or newer and these settings; the Multi-Process Service lets their kernels run side by side:
 
     export LD_PRELOAD=…/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2

@@ -24,7 +24,7 @@ from megatron_dapo.planner.assumptions import DEFAULT_MFU
 from megatron_dapo.planner.engine import EnginePlan, plan_engine, weight_bytes
 from megatron_dapo.planner.generation import Fleet, Generation, generate
 from megatron_dapo.planner.hardware import Cluster, find_gpu
-from megatron_dapo.planner.memory import kept_while_engines_work, trainer_memory
+from megatron_dapo.planner.memory import library_bytes, trainer_memory
 from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.plan import Phase, step_phases, step_seconds
 from megatron_dapo.planner.report import make_table, print_table
@@ -114,7 +114,7 @@ def _step(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], flo
             quantization="fp8" if fp8 else "none",
         ),
     )  # fmt: skip
-    kept = kept_while_engines_work(cluster.trainer_gpus) if cluster.colocated else 0.0
+    kept = library_bytes(cluster.trainer_gpus) if cluster.colocated else 0.0
     task = Task(shape, work, cluster, DEFAULT_MFU, kept=kept)
     engine = plan_engine(shape, rollout, cluster, work, kept)
     generation = _generation(rollout, cluster, shape, work, engine, run["staleness"])

@@ -1,6 +1,6 @@
 """Inputs of the group `families` of on_gpu.py, made from one model and from GSM8K.
 
-python benchmarks/variants.py yarn MODEL OUT      # the same weights; the context is stretched by YaRN, factor 4
+python benchmarks/variants.py yarn MODEL OUT      # the same weights and context length, by YaRN with factor 4
 python benchmarks/variants.py noisy MODEL OUT     # a student for distillation: noise on the weights of all MLPs
 python benchmarks/variants.py tools ROWS OUT      # rows whose chat template offers a calculator
 """
@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     if args.out.is_dir():
+        if args.out.resolve() == args.source.resolve():
+            parser.error("OUT is the source")
         shutil.rmtree(args.out)
     {"yarn": yarn, "noisy": noisy, "tools": tools}[args.kind](args.source.resolve(), args.out)
 

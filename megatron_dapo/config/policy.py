@@ -131,8 +131,8 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters are trained instead of the model's weights, which stay as they are. A learning rate ten times
-    that of full training is a good start."""
+    """Low-rank adapters are trained instead of the model's weights, which stay as they are. A learning rate ten to
+    twenty times that of full training is a good start."""
 
     rank: int = Field(0, ge=0, description="Rank of every adapter; 0: the model itself is trained.")
     alpha: float = Field(32.0, gt=0, description="Adapters are multiplied by alpha / rank.")

@@ -44,7 +44,7 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
     if plan is not None:
         seconds, chosen = plan.step_seconds, plan.chosen
         assert chosen is not None
-        memory = chosen.trainer.memory.total / 2**30
+        memory = chosen.trainer.fullest.total / 2**30
         lines.append(f"# Predicted: {seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
     lines.append(f"# Check it with `megatron-dapo train {file} --dry-run`; start it with `{start}`.")
     sections = nested(found)

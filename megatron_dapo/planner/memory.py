@@ -285,7 +285,7 @@ def stage_memory(
         layer=layer + (head.kept_gradient if last else 0.0),
         head=head.work if last else 0.0,
         step=step,
-        libraries=kept_while_engines_work(world),
+        libraries=library_bytes(world),
     )
 
 
@@ -306,8 +306,8 @@ def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
     return size * held + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
 
 
-def kept_while_engines_work(world: int) -> float:
-    """Bytes that the trainer cannot offload from a GPU that it shares with an engine."""
+def library_bytes(world: int) -> float:
+    """Of CUDA and NCCL. A trainer that shares its GPU with an engine cannot offload them."""
     return CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0)
 
 

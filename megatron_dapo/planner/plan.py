@@ -14,7 +14,7 @@ from megatron_dapo.planner.assumptions import DEFAULT_MFU, ENGINE_OVERHEAD_BYTES
 from megatron_dapo.planner.engine import EnginePlan, fleet_of, hands_over, memory_fraction, plan_engine
 from megatron_dapo.planner.generation import Generation, generate
 from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
-from megatron_dapo.planner.memory import Layers, TrainerMemory, kept_while_engines_work, stage_memory
+from megatron_dapo.planner.memory import Layers, TrainerMemory, library_bytes, stage_memory
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.parameters import Parameters, count_parameters, rows_in_hf_order
 from megatron_dapo.planner.search import (
@@ -333,15 +333,15 @@ class Planner:
         if not choice.fits:
             return None
         phases = self.phases(self.with_generation(choice))
-        return step_seconds(phases, overlaps=overlaps(self.config, self.task.cluster))
+        return step_seconds(phases, overlaps(self.config, self.task.cluster), apart=not self.task.cluster.colocated)
 
     def problems(self, chosen: Choice | None) -> list[str]:
         """What does not fit, with the part that is too large."""
         if chosen is None:
             return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine"]
-        problems, serving, mem, critic = [], chosen.engine, chosen.trainer.memory, chosen.trainer.critic
+        problems, serving, mem = [], chosen.engine, chosen.trainer.fullest
         if not chosen.trainer.fits:
-            mem, who = (critic, "critic") if critic and critic.total > mem.total else (mem, "trainer")
+            who = "critic" if mem is chosen.trainer.critic else "trainer"
             part, size = max(mem.parts.items(), key=lambda item: item[1])
             problems.append(
                 f"the {who} needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, but has "
@@ -368,7 +368,11 @@ def task_of(
     if shared and (cluster.gpus > 1 or not cluster.colocated):
         raise PlanError("rollout.servers.share_base is for trainer and server on one GPU: plan it with --gpus 1")
     residue, kept = shared_gpu(config, cluster)
-    buffers = 0.0 if kept or config.rollout.sends_adapters else buffer_bytes(shape, config.rollout.weights, cluster)
+    buffers = (
+        0.0
+        if kept or config.rollout.sends_adapters
+        else buffer_bytes(shape, config.policy.precision, config.rollout.weights, cluster)
+    )
     return Task(shape, work, cluster, mfu, layers, residue, kept, critic, shared, buffers)
 
 
@@ -378,7 +382,7 @@ def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
     if rollout.engine == "embedded" or rollout.servers.urls or not cluster.colocated:
         return 0.0, 0.0
     if hands_over(rollout):
-        return assumptions.ENGINE_RELEASED_BYTES, kept_while_engines_work(cluster.trainer_gpus)
+        return assumptions.ENGINE_RELEASED_BYTES, library_bytes(cluster.trainer_gpus)
     # The engine allocates its share before the trainer starts, and keeps it.
     return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + ENGINE_OVERHEAD_BYTES, 0.0
 
@@ -477,12 +481,13 @@ def _engine(task: Task, config: Config) -> list[str]:
         ahead = config.rollout.max_staleness
         order = f"at the same time (max_staleness {ahead})" if ahead else "one after the other"
         where = f"disaggregated: {task.cluster.engine_gpus} GPUs only serve, {task.world} only train, {order}"
+    adapter = f" (and {assumptions.SECONDS_PER_ADAPTED_LAYER * 1e6:g} for its adapter)" * config.rollout.sends_adapters
     return [
         where,
         f"an engine takes at most {engine.memory_fraction(servers.arguments):.0%} of a GPU for weights and KV cache",
         (
             f"decoding reaches {assumptions.READ_SHARE:.0%} of memory bandwidth; "
-            f"{assumptions.SECONDS_PER_LAYER * 1e6:g} µs per layer and "
+            f"{assumptions.SECONDS_PER_LAYER * 1e6:g} µs per layer{adapter} and "
             f"{assumptions.SECONDS_PER_SEQUENCE['sglang'] * 1e6:g} µs per sequence are added (fitted to vLLM on H100 "
             "and SGLang on H200)"
         ),

@@ -25,7 +25,7 @@ NOTES = {
     "head": "logits of one chunk, gradient of the output layer",
     "optimizer step": "temporaries of torch's AdamW",
     "weight sync": "buckets that a sender keeps between updates",
-    "other model": "weights, gradients and optimizer of the critic",
+    "other model": "weights, gradients and optimizer of the model beside it",
     "reserve": "CUDA, NCCL, fragmentation",
 }
 
@@ -69,7 +69,7 @@ def _print_verdict(plan: Plan, console: Console) -> None:
     gpus = f"{plan.cluster.gpus} × {plan.cluster.gpu.name}"
     layout = layout_name(plan.layout, plan.cluster.trainer_gpus)
     if plan.fits and plan.chosen:
-        used, limit = plan.chosen.trainer.memory.total / GIB, plan.limit / GIB
+        used, limit = plan.chosen.trainer.fullest.total / GIB, plan.limit / GIB
         engine = plan.chosen.engine
         with_engines = f" with engines of TP{engine.tensor_parallel}" if engine else ""
         line = f"FITS on {gpus} as {layout}{with_engines}: the fullest rank uses {used:.1f} of {limit:.1f} GiB"
@@ -112,7 +112,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _print_memory(plan: Plan, trainer: Candidate, console: Console) -> None:
-    memory = trainer.memory
+    memory, policy = trainer.fullest, trainer.memory
     stage = f" (pipeline stage {memory.stage})" if trainer.policy.pipeline_parallel > 1 else ""
     table = make_table(f"Trainer memory of the fullest rank{stage}", "part", ">GiB", "what")
     for part, size in memory.parts.items():
@@ -120,8 +120,8 @@ def _print_memory(plan: Plan, trainer: Candidate, console: Console) -> None:
     table.add_section()
     table.add_row("total", f"{memory.total / GIB:.2f}", f"of {plan.limit / GIB:.1f} GiB")
     if trainer.critic is not None:
-        what = f"{trainer.critic.static / GIB:.2f} GiB of it all the time, unless it takes turns (critic.offload)"
-        table.add_row("critic", f"{trainer.critic.total / GIB:.2f}", what)
+        for name, while_it_trains in (("policy", policy), ("critic", trainer.critic)):
+            table.add_row(name, f"{while_it_trains.total / GIB:.2f}", f"all of it, while the {name} trains")
     print_table(table, console)
 
 
@@ -191,7 +191,7 @@ def _print_ranking(plan: Plan, console: Console, top: int) -> None:
         policy = candidate.policy
         table.add_row(
             layout_name(policy, world), f"{policy.micro_batch_tokens:,}", policy.recompute,
-            f"{policy.head_chunk_tokens or 'auto'}", f"{candidate.memory.total / GIB:.1f}",
+            f"{policy.head_chunk_tokens or 'auto'}", f"{candidate.fullest.total / GIB:.1f}",
             f"{candidate.seconds:,.1f} s",
         )  # fmt: skip
     print_table(table, console)
@@ -238,7 +238,7 @@ def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:
 
 
 def _memory_json(candidate: Candidate) -> dict[str, Any]:
-    memory = candidate.memory
+    memory = candidate.fullest
     critic = {} if candidate.critic is None else {"critic": candidate.critic.total}
     return {"stage": memory.stage, **memory.parts, "total": memory.total, **critic}
 
@@ -259,5 +259,5 @@ def _candidate_json(candidate: Candidate, world: int) -> dict[str, Any]:
         "virtual_pipeline": policy.virtual_pipeline, "context_parallel": policy.context_parallel,
         "expert_parallel": policy.expert_parallel, "data_parallel": candidate.data_parallel(world),
         "micro_batch_tokens": policy.micro_batch_tokens, "recompute": policy.recompute,
-        "head_chunk_tokens": policy.head_chunk_tokens, "bytes": candidate.memory.total, "seconds": candidate.seconds,
+        "head_chunk_tokens": policy.head_chunk_tokens, "bytes": candidate.fullest.total, "seconds": candidate.seconds,
     }  # fmt: skip

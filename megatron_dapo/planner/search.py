@@ -87,6 +87,11 @@ class Candidate:
     seconds: float  # training, log-probs and critic of one step
     critic: TrainerMemory | None = None
 
+    @property
+    def fullest(self) -> TrainerMemory:
+        """While the policy trains, or the critic."""
+        return self.critic if self.critic and self.critic.total > self.memory.total else self.memory
+
     def data_parallel(self, world: int) -> int:
         return world // self.policy.model_ranks
 
@@ -112,7 +117,8 @@ def judge(task: Task, policy: PolicyConfig, memory: TrainerMemory | None = None)
     if not task.critic.takes_turns:
         memory, critic = replace(memory, other=critic.static), replace(critic, other=memory.static)
     seconds += sum(critic_seconds(task, policy))
-    return Candidate(policy, memory, max(memory.total, critic.total) <= task.limit, seconds, critic)
+    found = Candidate(policy, memory, False, seconds, critic)
+    return replace(found, fits=found.fullest.total <= task.limit)
 
 
 def critic_seconds(task: Task, policy: PolicyConfig) -> tuple[float, float]:
@@ -200,9 +206,13 @@ def _with_budgets(task: Task, layout: PolicyConfig, recomputation: dict[str, Any
             more = {"micro_batch_tokens": tokens, "head_chunk_tokens": chunk}
             policy = layout.model_copy(update=recomputation | more)
             memory = memory_of(task, policy)
-            if memory.total <= task.advised:
-                if _accepted(policy):
-                    yield judge(task, policy, memory)
+            if memory.total > task.advised:
+                continue
+            if not _accepted(policy):
+                break
+            found = judge(task, policy, memory)
+            if found.fullest.total <= task.advised:
+                yield found
                 break
 
 

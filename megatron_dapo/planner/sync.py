@@ -159,10 +159,11 @@ def _gather(
     return inside + size / senders * (1 - 1 / apart) / wire
 
 
-def buffer_bytes(shape: ModelShape, weights: WeightTransportConfig, cluster: Cluster) -> float:
+def buffer_bytes(shape: ModelShape, precision: str, weights: WeightTransportConfig, cluster: Cluster) -> float:
     """GPU memory of a sender: two buckets, and not the shards of one from other ranks, which it frees."""
-    largest = 2.0 * shape.vocab * shape.hidden  # a parameter that is larger than a bucket is one of its own
-    bucket = min(2.0 * count_parameters(shape).total, max(weights.bucket_bytes, largest))
+    size = 4 if precision == "fp32" else 2
+    largest = size * shape.vocab * shape.hidden  # a parameter that is larger than a bucket is one of its own
+    bucket = min(size * count_parameters(shape).total, max(weights.bucket_bytes, largest))
     passed_on = weights.transport == "tensor" and cluster.trainer_gpus > cluster.gpus_per_node  # to other nodes
     # What is passed on has a third block, and so has what is quantised. The other two are smaller then, but not always.
     return bucket * (2 + passed_on + (weights.quantization != "none"))

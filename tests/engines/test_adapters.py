@@ -240,33 +240,48 @@ def test_the_plugin_is_as_strict_as_sglang(monkeypatch):
 
 
 class OldTokenizerManager:
-    """SGLang 0.5.17: an abort in the queue forgets the request, but not that it uses an adapter. A request with status
-    503 is released by the coroutine that waits for it."""
+    """SGLang 0.5.17: every end of a request removes its state, and only the ordinary one releases its adapter."""
 
     def __init__(self):
-        users = {"queued": "v1", "refused": "v1", "without adapter": None}
-        requests = {name: SimpleNamespace(lora_path=path, lora_id=f"of {name}") for name, path in users.items()}
-        self.rid_to_state = {name: SimpleNamespace(obj=request) for name, request in requests.items()}
+        adapters = {"ended": "v1", "queued": "v1", "client gone": "v1", "too early": "v1", "without": None}
+        requests = {name: SimpleNamespace(lora_path=path, lora_id=f"of {name}") for name, path in adapters.items()}
+        requests["too early"].lora_id = None
+        self.rid_to_state = {name: SimpleNamespace(obj=request, finished=False) for name, request in requests.items()}
         self.released, self.lora_registry = [], self
 
     async def release(self, adapter):
         self.released.append(adapter)
 
-    def _handle_abort_req(self, request):
-        self.rid_to_state.pop(request.rid, None)
+    def _remove_req_state(self, rid):
+        return self.rid_to_state.pop(rid, None)
+
+    def end(self, rid):
+        state = self.rid_to_state[rid]
+        state.finished = True
+        self._remove_req_state(rid)
+        if state.obj.lora_path:
+            asyncio.create_task(self.release(state.obj.lora_id))  # noqa: RUF006
+
+    def abort_in_queue(self, rid):
+        self.rid_to_state[rid].finished = True
+        self._remove_req_state(rid)
 
 
-async def test_a_request_that_is_aborted_in_the_queue_releases_its_adapter(monkeypatch):
+async def test_every_request_releases_its_adapter_once(monkeypatch):
     """Otherwise SGLang 0.5.17 never unloads it, and the next version waits for that."""
-    monkeypatch.setattr(OldTokenizerManager, "_handle_abort_req", OldTokenizerManager._handle_abort_req)
+    monkeypatch.setattr(OldTokenizerManager, "_remove_req_state", OldTokenizerManager._remove_req_state)
+    monkeypatch.setattr(megatron_dapo_checksums, "ABORT_SECONDS", 0.05)
     stub_sglang(monkeypatch, ("managers.tokenizer_manager", "TokenizerManager", OldTokenizerManager))
-    megatron_dapo_checksums._release_aborted()
+    megatron_dapo_checksums._release_every_request()
     manager = OldTokenizerManager()
-    reasons = {"refused": {"type": "abort", "status_code": 503}}
-    for name in ("queued", "queued", "refused", "without adapter", "unknown"):
-        manager._handle_abort_req(SimpleNamespace(rid=name, finished_reason=reasons.get(name)))
+    manager.end("ended")
+    manager.abort_in_queue("queued")
+    for name in ("queued", "client gone", "too early", "without", "unknown"):
+        manager._remove_req_state(name)
     await asyncio.sleep(0)
-    assert manager.released == ["of queued"]
+    assert manager.released == ["of ended", "of queued"]  # the other one may still run
+    await asyncio.sleep(0.2)
+    assert manager.released == ["of ended", "of queued", "of client gone"] and not manager.rid_to_state
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron_dapo.config.schema import check_model, check_world
 from megatron_dapo.planner import Cluster, Workload, find_gpu, make_plan
 from megatron_dapo.planner.advice import advise
 from megatron_dapo.planner.assumptions import MARGIN
-from megatron_dapo.planner.plan import Planner, shared_gpu
+from megatron_dapo.planner.plan import Planner, task_of
 from megatron_dapo.planner.report import layout_name
 from megatron_dapo.planner.search import Task, as_settings, candidates, rank
 
@@ -23,7 +23,7 @@ def planned(raw, name, cluster, **estimates):
     """(configuration, plan with advice)."""
     config = parse_config(raw)
     work, shape = Workload.of(config, **estimates), published(name)
-    task = Task(shape, work, cluster, 0.65, "te", *shared_gpu(config, cluster))
+    task = task_of(config, shape, cluster, work, 0.65, "te")
     plan = make_plan(config, shape, cluster, work, 0.65)
     return config, task, plan, advise(config, plan, task)
 
@@ -66,7 +66,7 @@ def test_every_piece_of_advice_is_accepted_and_fits(tmp_path_factory, name, poli
         changed = load_config(file, as_settings(changes))
         check_model(changed.policy, task.shape, task.work.longest)
         check_world(changed.policy, task.world)
-        again = Planner(changed, Task(task.shape, task.work, cluster, 0.65, "te", *shared_gpu(changed, cluster)))
+        again = Planner(changed, task_of(changed, task.shape, cluster, task.work, 0.65, "te"))
         # A ranked layout is for the chosen engine; the others say which engine.
         assert again.step() is not None or changes in [c.changes(config.policy) for c in plan.ranking[:3]], changes
 

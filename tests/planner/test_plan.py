@@ -12,7 +12,7 @@ from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu,
 from megatron_dapo.planner.engine import fleet_of, memory_fraction, plan_engine
 from megatron_dapo.planner.hardware import GIB, PlanError
 from megatron_dapo.planner.plan import task_of
-from megatron_dapo.planner.search import judge
+from megatron_dapo.planner.search import candidates, judge
 from megatron_dapo.planner.server_model import decode_model
 
 # The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
@@ -188,10 +188,18 @@ def test_a_critic_beside_the_policy_or_in_turns(offload):
     for one in (memory, critic):
         assert one.allocated == one.static + one.other + one.buffers + max(one.passes, one.step)
         assert sum(one.parts.values()) == pytest.approx(one.total)
-    largest = max(memory.total, critic.total) / GIB
+    assert found.fullest is critic
+    largest = critic.total / GIB
     for size, fits in ((largest * 1.001, True), (largest * 0.999, False)):
         smaller = replace(cluster, gpu=find_gpu("h100", size))
         assert judge(replace(task, cluster=smaller), config.policy).fits == fits
+
+
+def test_a_recommended_layout_leaves_the_margin_beside_a_critic_too():
+    config = parse_config({"algorithm": {"advantage": "gae"}, "critic": {"offload": False}})
+    task = task_of(config, published("Qwen2.5-7B"), Cluster(find_gpu("h100"), 8, 8, 4), Workload.of(config), 0.65)
+    found = list(candidates(task, config.policy))
+    assert found and all(candidate.fullest.total <= task.advised for candidate in found)
 
 
 def test_training_speed_measured_on_an_h200():

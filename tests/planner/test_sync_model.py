@@ -178,13 +178,15 @@ def test_the_copy_of_the_last_two_buckets_delays_nothing():
 def test_a_sender_holds_two_buckets():
     weights = WeightTransportConfig(bucket_bytes=1 << 31)
     node, nodes = Cluster(find_gpu("h100"), 8), Cluster(find_gpu("h100"), 16)
-    assert buffer_bytes(QWEN3_32B, weights, node) == buffer_bytes(QWEN3_32B, weights, nodes) == 2 << 31
+    assert buffer_bytes(QWEN3_32B, "bf16", weights, node) == buffer_bytes(QWEN3_32B, "bf16", weights, nodes) == 2 << 31
     small = weights.model_copy(update={"bucket_bytes": 1 << 29})
-    assert buffer_bytes(QWEN3_32B, small, node) == 2 * 151936 * 5120 * 2  # a larger parameter is a bucket of its own
+    largest = 151936 * 5120  # a parameter that is larger is a bucket of its own
+    assert buffer_bytes(QWEN3_32B, "bf16", small, node) == 2 * 2 * largest
+    assert buffer_bytes(QWEN3_32B, "fp32", small, node) == 2 * 4 * largest
     # A third block: what is quantised is assembled there, and what goes to the ranks of other nodes passes through it.
     fp8, tensor = (weights.model_copy(update=u) for u in ({"quantization": "fp8"}, {"transport": "tensor"}))
-    assert buffer_bytes(QWEN3_32B, fp8, node) == buffer_bytes(QWEN3_32B, tensor, nodes) == 3 << 31
-    assert buffer_bytes(QWEN3_32B, tensor, node) == 2 << 31
+    assert buffer_bytes(QWEN3_32B, "bf16", fp8, node) == buffer_bytes(QWEN3_32B, "bf16", tensor, nodes) == 3 << 31
+    assert buffer_bytes(QWEN3_32B, "bf16", tensor, node) == 2 << 31
     tiny = replace(QWEN3_32B, layers=1, hidden=64, ffn_hidden=64, vocab=64)
-    assert buffer_bytes(tiny, weights, node) == 4 * count_parameters(tiny).total
+    assert buffer_bytes(tiny, "bf16", weights, node) == 4 * count_parameters(tiny).total
     assert count_senders(QWEN3_32B, LAYOUT_32B, weights) == 1

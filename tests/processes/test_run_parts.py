@@ -9,6 +9,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TESTS = {
     "right": "def test(): pass",
     "wrong": "def test(): assert False",
+    "no_text": "import os\ndef test(): os.write(2, b'\\xff')",
     "disturbed": "import pathlib\ndef test(): assert pathlib.Path('seen').exists() or pathlib.Path('seen').touch()",
     "ended": "import os\ndef test(): os.kill(os.getpid(), 9)",
 }
@@ -18,7 +19,7 @@ RUN = "import run_parts, sys; run_parts.import_once = lambda: None; sys.exit(run
 def run(folder, *names):
     for name in TESTS:
         (folder / f"test_{name}.py").write_text(TESTS[name])
-    parts = {name: [f"test_{name}.py", f"--rootdir={folder}"] for name in names}
+    parts = {name: [f"test_{name}.py", f"--rootdir={folder}", "-s"] for name in names}
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(parts)], cwd=folder, env={"PYTHONPATH": str(SUPPORT)}, capture_output=True,
         text=True,
@@ -27,7 +28,7 @@ def run(folder, *names):
 
 
 def test_a_test_that_fails_beside_others_runs_once_more(tmp_path):
-    code, said, _ = run(tmp_path, "right", "disturbed")
+    code, said, _ = run(tmp_path, "no_text", "disturbed")
     assert code == 0 and said.count("once more, alone") == said.count("1 failed") == 1
     assert "test_disturbed.py::test PASSED" in said
 

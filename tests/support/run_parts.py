@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -16,15 +17,23 @@ from pathlib import Path
 
 def main(at_once: int, parts: dict[str, list[str]]) -> int:
     import_once()
-    waiting, running, codes = [*parts], {}, {}
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            name = waiting.pop(0)
-            running[start(name, ["--durations=40", *parts[name]], log(name))] = name
-        process, status = os.wait()
-        name = running.pop(process)
-        codes[name] = os.waitstatus_to_exitcode(status)
-        print(log(name).read_text(), end="", flush=True)
+    waiting, running, codes, here = [*parts], {}, {}, os.getpid()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                running[start(name, ["--durations=40", *parts[name]], log(name))] = name
+            process, status = os.wait()
+            if name := running.pop(process, ""):
+                codes[name] = os.waitstatus_to_exitcode(status)
+                print(log(name).read_text(errors="replace"), end="", flush=True)
+    finally:  # ctrl-C or SIGTERM: the parts end their servers
+        left = running if os.getpid() == here else {}  # a part leaves by this way, too
+        for process in left:
+            os.kill(process, signal.SIGINT)
+        for process in left:
+            os.waitpid(process, 0)
     for name, code in codes.items():
         if code == 1:  # tests failed; anything else: pytest could not run them
             print(f"these failed beside other parts ({name}); once more, alone:", flush=True)
@@ -56,8 +65,9 @@ def start(name: str, arguments: list[str], output: Path | None = None) -> int:
     sys.stdout.flush()
     if process := os.fork():
         return process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if output:
-        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
     import pytest

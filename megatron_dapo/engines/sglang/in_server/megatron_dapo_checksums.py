@@ -33,6 +33,7 @@ ACTION = "sent"
 FIELDS = 9
 ADDRESS, TENSOR, POSITION, ROWS, COLUMNS, ROW, COLUMN, POSITION_ROW, POSITION_COLUMN = range(FIELDS)
 TILE_ROWS, TILE_COLUMNS = 32, 2048  # what one program of the GPU sums
+ABORT_SECONDS = 5.0  # until a scheduler has surely aborted a request
 VECTOR = 16  # bytes that a thread of the GPU reads at once
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -374,23 +375,28 @@ def check_adapters() -> None:
     BaseTpWorker.load_lora_adapter_from_tensors = receive_unchecked
     LoRAManager.load_lora_adapter_from_tensors = check_and_load
     teach((megatron_dapo_base.ACTION,), megatron_dapo_base.answer)
-    _release_aborted()
+    _release_every_request()
 
 
-def _release_aborted() -> None:
-    """Older SGLangs (0.5.17) count a request that was aborted before it ran as a user of its adapter for ever. The
-    adapter is then never unloaded, and every later one waits for that."""
+def _release_every_request() -> None:
+    """SGLang 0.5.17 counts a request as a user of its adapter for ever if it is aborted in the queue or its client is
+    gone. The adapter is then never unloaded, and every later one waits for that. Newer ones release each once."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     if hasattr(TokenizerManager, "_release_lora_once"):
         return
-    abort = TokenizerManager._handle_abort_req
+    remove = TokenizerManager._remove_req_state
 
-    def abort_and_release(self: Any, request: Any) -> None:
-        state = self.rid_to_state.get(request.rid)
-        abort(self, request)
-        released = (request.finished_reason or {}).get("status_code") in (500, 503)  # by the waiting coroutine
-        if state is not None and request.rid not in self.rid_to_state and state.obj.lora_path and not released:
-            asyncio.create_task(self.lora_registry.release(state.obj.lora_id))  # noqa: RUF006, as SGLang does
+    def remove_and_release(self: Any, *request: Any) -> Any:
+        state = remove(self, *request)
+        if state is not None and state.obj.lora_path and (adapter := getattr(state.obj, "lora_id", None)):
+            state.obj.lora_path = None  # SGLang asks for it where it releases the adapter itself
+            asyncio.create_task(release(self.lora_registry, adapter, state.finished))  # noqa: RUF006, as SGLang does
+        return state
 
-    TokenizerManager._handle_abort_req = abort_and_release
+    async def release(registry: Any, adapter: str, finished: bool) -> None:
+        if not finished:  # the client is gone: the scheduler has just been told to abort
+            await asyncio.sleep(ABORT_SECONDS)
+        await registry.release(adapter)
+
+    TokenizerManager._remove_req_state = remove_and_release
