@@ -1,6 +1,6 @@
 """The sample explorer, zooming and the list of runs in a real browser: 5 000 steps of 512 samples, 400 and 1400 pixels
-wide, light and dark. `python tests/observe/test_explorer_browser.py FOLDER` takes screenshots for the docs
-and prints the times of the first paint, and of the first paint with curves."""
+wide, light and dark. `PYTHONPATH=tests/support python tests/observe/test_explorer_browser.py FOLDER` takes screenshots
+for the docs and prints the times of the first paint, and of the first paint with curves."""
 
 import asyncio
 import json
