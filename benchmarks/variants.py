@@ -1,8 +1,10 @@
 """Inputs of the group `families` of on_gpu.py, made from one model and from GSM8K.
 
-python benchmarks/variants.py yarn MODEL OUT      # the same weights and context length, by YaRN with factor 4
-python benchmarks/variants.py noisy MODEL OUT     # a student for distillation: noise on the weights of all MLPs
-python benchmarks/variants.py tools ROWS OUT      # rows whose chat template offers a calculator
+    python benchmarks/variants.py yarn MODEL OUT      # the same weights and context length, by YaRN with factor 4
+    python benchmarks/variants.py noisy MODEL OUT     # a student for distillation: noise on the weights of all MLPs
+    python benchmarks/variants.py tools ROWS OUT      # rows whose chat template offers a calculator
+
+An OUT that exists is replaced.
 """
 
 from __future__ import annotations
