@@ -212,7 +212,7 @@ def load_in_plugin(monkeypatch, tensors, expected, loads=True):
         ("managers.tokenizer_manager", "TokenizerManager", SimpleNamespace(_release_lora_once=None)),
     )
     monkeypatch.syspath_prepend(IN_SERVER)
-    megatron_dapo_checksums.check_adapters()
+    megatron_dapo_checksums.serve_adapters()
     return Worker().load_lora_adapter_from_tensors(SimpleNamespace(expected_checksums=expected))
 
 

@@ -243,7 +243,7 @@ def test_a_server_with_adapters_finds_the_plugin_that_compares_them():
     environment = sglang_command("model", config, 0, 1)[1]
     paths = environment["PYTHONPATH"].split(os.pathsep)
     (plugin,) = (entry for path in paths for d in distributions(path=[path]) for entry in d.entry_points)
-    assert plugin.group == "sglang.srt.plugins" and plugin.value == "megatron_dapo_checksums:check_adapters"
+    assert plugin.group == "sglang.srt.plugins" and plugin.value == "megatron_dapo_checksums:serve_adapters"
     assert str(IN_SERVER) in paths and "SGLANG_PLUGINS" not in environment  # which would turn others' plugins off
 
 

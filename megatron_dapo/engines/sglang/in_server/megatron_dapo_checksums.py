@@ -9,7 +9,7 @@ The checksum of a tensor is the sum of bits × weight modulo 2^64, where the wei
 in the tensor. It is additive: the parts on all ranks of a server sum to the checksum of the whole. The trainer computes
 it with the same functions (`Parts`, `checksums`), from the memory that it sends.
 
-LoRA's adapters are compared by SHA-256 while they are loaded (`check_adapters`).
+LoRA's adapters are compared by SHA-256 while they are loaded (`serve_adapters`).
 """
 
 import asyncio
@@ -340,10 +340,10 @@ def sha256(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         return dict(pair for part in pool.map(digests, (names[i::threads] for i in range(threads))) for pair in part)
 
 
-def check_adapters() -> None:
-    """A plugin of SGLang (adapter_plugin/). SGLang hashes an adapter in one thread, and generates nothing meanwhile;
-    this does the same in many. A server without it, or in which it fails, compares as it always does. With it,
-    /weights_checker can also share the base (megatron_dapo_base.py)."""
+def serve_adapters() -> None:
+    """A plugin of SGLang (adapter_plugin/), for three things. SGLang hashes an adapter in one thread, and generates
+    nothing meanwhile: this does the same in many. /weights_checker can share the base (megatron_dapo_base.py). Every
+    request releases its adapter. A server without the plugin, or in which it fails, compares as it always does."""
     import megatron_dapo_base  # type: ignore[import-not-found]
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.tp_worker import BaseTpWorker
