@@ -401,7 +401,7 @@ def test_a_run_trains_with_adapters_on_a_real_server(lora_server, tmp_path):
 
 
 def note_what_is_shared(note, killed):
-    """`note` gets the parameters of the base, and whether their memory is shared. `killed`: the server, in step 3."""
+    """`note` gets the parameters of the base, and whether their memory is shared. `killed`: when the server is."""
     use = Policy.use_base
 
     def noted(policy, references):
@@ -415,18 +415,18 @@ def note_what_is_shared(note, killed):
 
     Policy.use_base = noted
     if killed:
-        fault_points.on("loop/before_update", kill, count=5)  # two of each step
+        fault_points.on(killed, kill, count=5 if killed == "loop/before_update" else 3)  # two updates in each step
 
 
-@pytest.mark.parametrize("killed", some((False, True), False))
+@pytest.mark.parametrize("killed", some(("", "loop/before_update", "rollouts/before_collect"), ""))
 def test_a_run_computes_with_the_base_in_its_servers_memory(tmp_path, capfd, killed):
     """Only q, k and v, whose rows Megatron orders differently, are the trainer's own. Without the server there is no
     base: the run saves its adapter and ends."""
     python = require_sglang(VERSION)
     raw = raw_config(
         write_model(tmp_path / "model"), tmp_path / "run", trainer__steps=4 if killed else 2, trainer__ranks=1,
-        policy__lora={"rank": RANK, "alpha": ALPHA}, rollout__engine="sglang", rollout__max_staleness=1,
-        rollout__weights={"transport": "adapter"},
+        policy__lora={"rank": RANK, "alpha": ALPHA}, rollout__engine="sglang",
+        rollout__max_staleness=int(killed != "rollouts/before_collect"), rollout__weights={"transport": "adapter"},
         rollout__servers={
             "device": "cpu", "dtype": "float32", "python": str(python), "port": free_port(), "share_base": True,
             "heartbeat": 0.5,
@@ -438,9 +438,11 @@ def test_a_run_computes_with_the_base_in_its_servers_memory(tmp_path, capfd, kil
         "self_attention.linear_qkv.weight"
     }
     steps = forked.steps_of(tmp_path / "run")
-    assert len(steps) == (3 if killed else 2) and steps[0]["train/mismatch_max"] < 1e-4
+    assert len(steps) == (3 if killed == "loop/before_update" else 2) and steps[0]["train/mismatch_max"] < 1e-4
     assert (tmp_path / "run" / "checkpoints" / f"step_{len(steps)}" / "policy" / "adapter").is_dir()
-    assert ("the trainer computes with its memory (rollout.servers.share_base)" in capfd.readouterr().err) == killed
+    assert ("the trainer computes with its memory (rollout.servers.share_base)" in capfd.readouterr().err) == bool(
+        killed
+    )
 
 
 async def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter(lora_server, tmp_path, monkeypatch):

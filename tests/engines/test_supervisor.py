@@ -162,6 +162,19 @@ async def test_requests_wait_as_long_as_a_server_is_being_restarted(tmp_path):
     assert completion.finish_reason is FinishReason.STOP and process.starts == 2
 
 
+async def test_requests_do_not_wait_for_a_server_whose_memory_was_the_trainers_base(tmp_path):
+    """Nothing can bring it back, and 900 s of patience are for servers that may come back."""
+    chosen = config(tmp_path)
+    shared = chosen.servers.model_copy(update={"share_base": True})  # without the adapters that it needs
+    fleet, engine = await fake_fleet(chosen.model_copy(update={"servers": shared}), tmp_path)
+    engine.patience = 900
+    fleet.processes[0].server.drop["/generate"] = ["die"]
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineError, match=r"no server serves weight version 0.*computes with its memory"):
+            await engine.generate("r", PROMPT, SamplingParams(8))
+    assert fleet.processes[0].starts == 1
+
+
 @pytest.mark.parametrize("label", ["99", "somebody-elses"])
 async def test_weights_that_were_never_sent_stop_the_batch_at_once(tmp_path, label):
     chosen = config(tmp_path)

@@ -297,14 +297,15 @@ class LoadBalancer:
             self._none_since = None
             return
         self._none_since = self._none_since if self._none_since is not None else now
-        if now - self._none_since <= oldest.patience:
+        lost = bool(states) and all(state.lost for state in states)
+        if now - self._none_since <= oldest.patience and not lost:
             return
         causes = "; ".join(f"{place.server.name}: {place.server.state.why or 'down'}" for place in self._places)
-        failed = f"waited {oldest.patience:g} s and no server serves weight version {oldest.version} ({causes})"
+        waited = f"waited {now - self._none_since:.0f} s and no server serves weight version {oldest.version}"
         waiting, self._waiting = self._waiting, OrderedDict()
         for one in waiting.values():
             if not one.future.done():
-                one.future.set_exception(EngineError(failed))
+                one.future.set_exception(EngineError(f"{waited} ({causes})"))
 
     def _schedule_tick(self) -> None:
         if not self._ticking:

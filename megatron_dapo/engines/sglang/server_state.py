@@ -29,6 +29,7 @@ class ServerState:
         self.phase = Phase.STARTING
         self.version: int | None = None  # that it serves
         self.why = ""  # it serves nothing
+        self.lost = False  # given up, and nothing can bring it back
         self.last_completion = time.monotonic()
         self._failures = 0  # of requests, since the last that it completed
         self._backoff_until = 0.0
@@ -81,9 +82,9 @@ class ServerState:
         if self.phase is Phase.RECOVERING:
             self.phase = Phase.STARTING
 
-    def given_up(self, why: str) -> None:
+    def given_up(self, why: str, *, lost: bool = False) -> None:
         self.withdrawn(why)
-        self.phase = Phase.GIVEN_UP
+        self.phase, self.lost = Phase.GIVEN_UP, lost
 
     def completed_request(self) -> None:
         self._failures = 0

@@ -9,8 +9,8 @@ those of the distribution at `temperature`, from which the engine sampled. Two f
 - `two_pass`: log-probs and entropies as differentiable values; the backward pass computes the logits again. For losses
   that need whole sequences first, and for scoring without gradients.
 
-The kernels (`row_stats`, `write_gradient`) are Triton's on CUDA (`triton`), and torch's elsewhere and where Triton is
-absent; tests compare the two. They never read columns of padding. Statistics are relative to each row's own maximum.
+The kernels (`row_stats`, `write_gradient`) are Triton's on CUDA, and torch's elsewhere and where Triton is absent;
+tests compare the two. They never read columns of padding. Statistics are relative to each row's own maximum.
 """
 
 from __future__ import annotations
@@ -303,9 +303,9 @@ def has_triton() -> bool:
 def row_stats(logits: Tensor, real: int, inverse_temperature: float) -> RowStats:
     """logits [rows, columns] in any floating type."""
     if logits.is_cuda and has_triton():
-        from megatron_dapo.policy.head import triton as head_triton
+        from megatron_dapo.engines.sglang.in_server import megatron_dapo_kernels as kernels
 
-        return RowStats(*head_triton.row_stats(logits, real, inverse_temperature))
+        return RowStats(*kernels.row_stats(logits, real, inverse_temperature, exact=False))
     x = logits[:, :real].float() * inverse_temperature
     if real == 0:  # all of this rank's columns are padding
         nothing = torch.zeros(logits.shape[0], device=logits.device)

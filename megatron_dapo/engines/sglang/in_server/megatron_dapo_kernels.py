@@ -236,8 +236,9 @@ def _sum(x, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _row_stats(  # type: ignore[no-untyped-def]
-    logits, peak_out, total_out, weighted_out, stride, real, temperature, BLOCK: tl.constexpr, LEVELS: tl.constexpr
-):
+    logits, peak_out, total_out, weighted_out, stride, real, scale,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     offsets = tl.arange(0, BLOCK)
@@ -248,7 +249,7 @@ def _row_stats(  # type: ignore[no-untyped-def]
         column = start + offsets
         inside = column < real
         x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
-        x = tl.div_rn(x, temperature)
+        x = tl.div_rn(x, scale) if EXACT else x * scale
         new = tl.maximum(peaks, x)
         # A lane without a value yet has peak −inf, and −inf − (−inf) is NaN.
         moved = tl.where(peaks == -float("inf"), 0.0, peaks - new)
@@ -261,16 +262,21 @@ def _row_stats(  # type: ignore[no-untyped-def]
     peak = tl.max(peaks, 0)
     moved = tl.where(peaks == -float("inf"), 0.0, peaks - peak)
     shrink = tl.where(peaks == -float("inf"), 0.0, tl.exp(moved))
+    weighted = shrink * (weighted + totals * moved)
+    totals *= shrink
     tl.store(peak_out + row, peak)
-    tl.store(total_out + row, _sum(totals * shrink, LEVELS))
-    tl.store(weighted_out + row, _sum(shrink * (weighted + totals * moved), LEVELS))
+    tl.store(total_out + row, _sum(totals, LEVELS) if EXACT else tl.sum(totals, 0))
+    tl.store(weighted_out + row, _sum(weighted, LEVELS) if EXACT else tl.sum(weighted, 0))
 
 
-def row_stats(logits: Tensor, real: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def row_stats(logits: Tensor, real: int, scale: float, *, exact: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the first `real` logits of each row, divided by `scale`: m, their maximum; Σ exp(x − m); Σ exp(x − m)·(x − m).
+    Not `exact`: multiplied by `scale`, and sums have any order."""
     rows = logits.shape[0]
     peak, total, weighted = (torch.empty(rows, device=logits.device) for _ in range(3))
     if rows:
         _row_stats[(rows,)](
-            logits, peak, total, weighted, logits.stride(0), real, temperature, BLOCK=4096, LEVELS=12, num_warps=16
-        )
+            logits, peak, total, weighted, logits.stride(0), real, scale,
+            EXACT=exact, BLOCK=4096, LEVELS=12, num_warps=16,
+        )  # fmt: skip
     return peak, total, weighted
