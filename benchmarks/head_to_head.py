@@ -7,7 +7,9 @@ Each run is a process of its own; every round runs ours, then each peer. All tra
 samples in each step, in the same order and with the same token ids (asserted), temperature 1, up to 768 new tokens,
 bf16, AdamW, group-normalised advantages, clip 0.2 and 0.28, token mean, one grader (peers/grader.py); no KL term, no
 dynamic sampling. With `--lr 0` (1e-30: the weights stay as they are) all have the same distribution of lengths: the
-clean figure of speed. The configurations are in benchmarks/peers/. Arguments after `--` go to our SGLang server.
+clean figure of speed. The configurations are in benchmarks/peers/. Arguments after `--` go to our SGLang server. Of a
+peer that was not installed but unpacked, the folder must have site-packages in its name: datasets, which TRL uses,
+pickles modules from elsewhere by value, and pyarrow cannot be.
 
 Times are taken from outside: a step ends when its line appears in the system's own log. Trained tokens/s are the
 response tokens in the loss ÷ the time between the line of the last warm-up step and the last line. Memory is what

@@ -147,32 +147,35 @@ def measurements(
         same = ("policy.micro_batch_tokens=4096", f"evaluate.every={every}", f"rollout.servers.port={port}")
         return learning(name, steps, 1500, "0.6", *same, *changes)
 
+    # Nothing is carried over to the next step, so every token has the newest weights.
+    fresh = ("rollout.dynamic_sampling=false", "rollout.sampler.oversampling=1")
+
     def alone(name: str, *changes: str) -> Measurement:
         """Every step trains on 512 samples, none is dropped."""
-        same = ("evaluate.every=0", "policy.micro_batch_tokens=8192", "rollout.dynamic_sampling=false")
-        return learning(name, 6, 300, "0.4", *same, "rollout.sampler.oversampling=1", *changes)
+        return learning(name, 6, 300, "0.4", "evaluate.every=0", "policy.micro_batch_tokens=8192", *fresh, *changes)
 
     lora = ("policy.lora.rank=32", "policy.optimizer.lr=4e-5", "rollout.weights.transport=adapter")
     critic = ("algorithm.advantage=gae", "critic.optimizer.lr=1e-5", "critic.optimizer.warmup_steps=0")
     # Samples for tools/make_demo.py: two responses of 16 prompts, of 12 steps and the first.
     samples = ("observe.samples_every=2", "observe.samples_groups=16", "observe.samples_responses=2")
-    # Eight steps train the critic alone, while the server generates on (its explained variance was 0.001, 0.006, 0.024
-    # and 0.075 in steps 2 to 5, so four were too few); 24 steps train the policy. That is fewer samples than DAPO
-    # generates, which drops groups. At five times the paper's rate the critic learns in few updates. Responses have 300
-    # tokens: the paper's alpha of 0.05 would weight what the critic says 15 tokens later, and it knows little yet; 1.0
-    # weights the reward. Groups of two, because the critic is the baseline and other prompts teach more than further
-    # samples of one (docs/critic.md).
+    # Eight steps train the critic alone, while the server generates on (its explained variance was 0.003, 0.04, 0.09
+    # and 0.29 in steps 2, 4, 6 and 8); 24 steps train the policy. That is fewer samples than DAPO generates, which
+    # drops groups. At five times the paper's rate few updates are enough. Responses have 300 tokens: the paper's
+    # alpha of 0.05 would weight what the critic says 15 tokens later, and it knows little yet; 1.0 weights the reward.
+    # Groups of two, because the critic is the baseline and other prompts teach more than further samples of one
+    # (docs/critic.md).
     vapo = (
         "algorithm.preset=vapo", "algorithm.gae.alpha=1.0", "critic.pretraining.steps=8",
         "rollout.sampler.oversampling=1", "rollout.samples_per_prompt=2", "trainer.prompts_per_step=256",
-        "trainer.mini_batch_prompts=128",
+        "trainer.mini_batch_prompts=128", "critic.offload=false",
     )  # fmt: skip
     learning_runs = [
         learns("full", 24, 12, 31000, *samples),
         learns("lora", 24, 12, 32000, *lora),
-        learns("vapo", 32, 20, 33000, *critic, *vapo),
-        # The server gets base and adapter added up and rounded to bf16.
-        learns("lora_merged", 8, 0, 32500, *lora, "rollout.weights.transport=tensor"),
+        learns("vapo", 32, 16, 33000, *critic, *vapo),
+        # Merged: the server gets base and adapter added up and rounded to bf16.
+        learns("lora_adapter", 8, 0, 32400, *lora, *fresh),
+        learns("lora_merged", 8, 0, 32500, *lora, *fresh, "rollout.weights.transport=tensor"),
         alone("step_full"),
         alone("step_critic", *critic, "critic.offload=false"),
         alone("step_lora", *lora),
@@ -252,7 +255,10 @@ def measurements(
         short_run("yarn", f"policy.model={out / 'yarn'}"),
         short_run("tools", f"data.path={out / 'tools.jsonl'}",
                   "rollout.generate=python:megatron_dapo.rollout.agents.tools.call_tools.generate",
-                  'rollout.generate_settings={"tools":["calculator"],"max_calls":4}'),
+                  "rollout.generate_settings=" + json.dumps({
+                      "format": "marks", "tools": ["calculator"], "max_calls": 6, "open": "<<", "close": ">>",
+                      "result": " = {result}",
+                  })),
         short_run("distillation", f"policy.model={out / 'noisy'}", "rollout.dynamic_sampling=false",
                   "rollout.sampler.oversampling=1", "policy.optimizer.lr=5e-6",
                   "algorithm.distillation.urls=[http://127.0.0.1:36000]", "algorithm.distillation.alone=true"),

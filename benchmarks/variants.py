@@ -2,7 +2,7 @@
 
     python benchmarks/variants.py yarn MODEL OUT      # the same weights and context length, by YaRN with factor 4
     python benchmarks/variants.py noisy MODEL OUT     # a student for distillation: noise on the weights of all MLPs
-    python benchmarks/variants.py tools ROWS OUT      # rows whose chat template offers a calculator
+    python benchmarks/variants.py tools ROWS OUT      # questions that ask for calculations between << and >>
 
 An OUT that exists is replaced.
 """
@@ -19,11 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 NOISE = 0.2  # of a tensor's standard deviation
-CALCULATOR = {
-    "name": "calculator",
-    "description": "Computes an arithmetic expression, for example (48 + 24) / 2.",
-    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-}
+ASKED = " Write each calculation between << and >>, for example <<48 / 2>>. Its result is then inserted for you."
 
 
 def yarn(model: Path, out: Path) -> None:
@@ -53,9 +49,8 @@ def noisy(model: Path, out: Path) -> None:
 
 
 def tools(rows: Path, out: Path) -> None:
-    offered = [{"type": "function", "function": CALCULATOR}]
-    lines = [json.dumps({**json.loads(line), "tools": offered}) for line in rows.read_text().splitlines()]
-    out.write_text("\n".join(lines) + "\n")
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    out.write_text("".join(json.dumps({**row, "question": row["question"] + ASKED}) + "\n" for row in found))
 
 
 def main() -> None:
