@@ -113,6 +113,19 @@ async def test_a_server_that_fails_at_every_start_is_given_up_with_the_reason(tm
         await engine.generate("r", PROMPT, SamplingParams(8))
 
 
+async def test_a_start_fails_with_its_first_server(tmp_path):
+    """The others may need minutes until they are ready, and the run cannot start without this one."""
+    commands = ["print('no memory left'); raise SystemExit(3)", "import time; time.sleep(600)"]
+    fleet = Fleet(
+        fleet_settings(count=2), str(tmp_path), tmp_path,
+        make_command=lambda model, config, index, port: ([sys.executable, "-c", commands[index]], {}),
+    )  # fmt: skip
+    async with asyncio.timeout(20):  # start_timeout is 30
+        with pytest.raises(EngineError, match=r"(?s)ended with exit code 3.*no memory left"):
+            await fleet.start()
+    assert not any(process.alive() for process in fleet.processes)
+
+
 async def test_a_port_in_use_is_skipped(tmp_path):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

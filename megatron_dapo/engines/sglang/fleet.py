@@ -20,7 +20,7 @@ from megatron_dapo.engines.server_load import SLOW
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, WITH_ROUTED_EXPERTS, ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine, Supervision
-from megatron_dapo.engines.sglang.http import Connection, ServerFailure, failures, wait_all
+from megatron_dapo.engines.sglang.http import Connection, ServerFailure, wait_all
 from megatron_dapo.engines.sglang.keys import Keys
 from megatron_dapo.engines.sglang.membership import Membership
 from megatron_dapo.engines.sglang.server_process import CommandMaker, ExternalServer, ServerProcess, sglang_command
@@ -89,9 +89,7 @@ class Fleet(Supervision):
             for process in self.processes:
                 await self._join(process)
             await self.membership.open()
-            joining = {name: supervisor.joined for name, supervisor in self.supervisors.items()}
-            for error in failures(await wait_all(joining)).values():
-                raise error
+            await asyncio.gather(*(supervisor.joined for supervisor in self.supervisors.values()))  # or the first error
             if self.membership.changes:
                 self._watching = asyncio.ensure_future(self._watch())
                 await self._until_one_serves()
