@@ -93,3 +93,15 @@ async def test_a_server_that_its_launcher_gave_up_is_an_error_at_once(tmp_path):
     with pytest.raises(EngineError, match="will not be started again") as caught:
         await asyncio.wait_for(waiting, 20)
     assert "no kernel image for this device" in str(caught.value)
+
+
+async def test_requests_do_not_wait_for_a_server_that_its_launcher_gave_up(tmp_path):
+    port = free_port()
+    first = await serve(port)
+    engine = await open_engine(settings(port, tmp_path), str(tmp_path), tmp_path)
+    (tmp_path / f"engine_127.0.0.1_{port}.given_up").touch()
+    await end(first)
+    async with asyncio.timeout(20):  # start_timeout is 60
+        with pytest.raises(EngineError, match="will not be started again"):
+            await engine.generate("x", as_tokens([1]), SamplingParams(8))
+    await engine.close()

@@ -44,6 +44,10 @@ class FakeProcess:
     def alive(self):
         return self._wanted and (self.server is None or not self.server.dead)
 
+    @property
+    def lost(self):
+        return self._config.share_base and not self.alive()
+
     def log_tail(self):
         return "no log"
 

@@ -176,6 +176,11 @@ class ServerProcess:
         """Whether the server's main process runs. When it has ended, so has everything it started."""
         return self._process is not None and self._process.alive()
 
+    @property
+    def lost(self) -> bool:
+        """It has ended, and the trainer's base with it: nothing can bring it back."""
+        return self._config.share_base and not self.alive()
+
     def log_tail(self) -> str:
         return log_tail(self.log)
 
@@ -228,6 +233,11 @@ class ExternalServer:
         """Unknown here: only its replies tell."""
         return True
 
+    @property
+    def lost(self) -> bool:
+        """Its launcher has given it up."""
+        return self._log.with_suffix(".given_up").exists()
+
     def spawn(self, taken: set[int] | None = None) -> None:
         """Its launcher restarts it."""
 
@@ -245,7 +255,7 @@ class ExternalServer:
                 return
             except EngineError as error:
                 await self._resume(server, error)
-                if self._log.with_suffix(".given_up").exists():
+                if self.lost:
                     raise EngineError(f"server {self.url} will not be started again; {self.log_tail()}") from error
                 if time.monotonic() > deadline:
                     raise EngineError(

@@ -51,7 +51,7 @@ class ServerState:
         """It holds all of this version, and may generate with it."""
         self.phase = Phase.SERVING
         self.version = version
-        self.why = ""
+        self.why, self.lost = "", False
         self._failures = 0
         self._backoff_until = 0.0
 

@@ -236,7 +236,7 @@ class Supervisor:
         if self._config.share_base:
             reason = "the trainer computes with its memory (rollout.servers.share_base)"
         why = f"{self._state.why}; {reason}"
-        self._state.given_up(why, lost=self._config.share_base and not self._process.alive())
+        self._state.given_up(why, lost=self._process.lost)
         log.error("server %s: %s", self._server.name, why)
         return False
 
