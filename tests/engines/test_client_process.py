@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,11 +21,12 @@ from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang import client_process
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import ClientProcess
-from megatron_dapo.engines.sglang.client_worker import decode_completion, encode_completion
+from megatron_dapo.engines.sglang.client_worker import Worker, decode_completion, encode_call, encode_completion
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.http import ServerFailure
+from megatron_dapo.engines.sglang.response_parser import GenerateCall
 from megatron_dapo.errors import EngineError
-from megatron_dapo.processes.frames import FrameBuffer
+from megatron_dapo.processes.frames import Channel, FrameBuffer
 from megatron_dapo.types import FinishReason, WeightSpan, as_logprobs, as_tokens
 
 
@@ -156,6 +159,27 @@ async def test_a_cancelled_request_closes_its_connection_and_the_others_go_on():
     while "/abort_request" not in server.calls:
         await asyncio.sleep(0.01)
     assert not engine.servers[0].in_flight and not process._worker._waiting and process.pid == pid
+
+
+async def test_a_request_that_is_cancelled_while_its_reply_is_sent_does_not_cut_it_off():
+    """Half a frame on the socket would be completed with the next ones, and no reply could be read any more."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        server = await FakeServer(fault=changed(lambda reply: reply.update(text="x" * (1 << 22)))).start()
+        worker = Worker(theirs)
+        call = GenerateCall(server.url, None, server.url, "r", PROMPT, {"max_new_tokens": 8}, 30.0, None, None)
+        header, prompt = encode_call(call)
+        worker._receive(({"number": 0, **header}, [prompt.tobytes()]))
+        while not select.select([ours], [], [], 0)[0]:
+            await asyncio.sleep(0.01)
+        worker._receive(({"number": 0, "cancel": True}, []))
+        worker._receive(({"number": 1}, []))  # a ping
+        channel = Channel(ours)
+        async with asyncio.timeout(10):
+            found = [await asyncio.to_thread(channel.receive) for _ in range(2)]
+        assert [frame[0]["number"] for frame in found] == [0, 1]
+        await worker._connection(call).close()
 
 
 async def test_no_sample_is_lost_or_trained_twice_when_the_process_is_killed_or_hangs(monkeypatch):

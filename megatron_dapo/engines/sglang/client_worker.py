@@ -138,6 +138,7 @@ class Worker:
                 reply = encode_completion(number, await call.send(self._connection(call)))
         except Exception as error:
             reply = encode_error(number, error)
+        self._tasks.pop(number, None)  # not cancelled any more: half a frame would garble all that follow
         async with self._sending:  # waits for a parent that does not read: replies must not fill the memory
             await asyncio.get_running_loop().sock_sendall(self._parent, reply)
 
