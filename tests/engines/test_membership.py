@@ -46,7 +46,7 @@ async def test_a_file_names_servers_and_keeps_its_last_word(tmp_path):
         return await members.current()
 
     assert members.changes and await twice() == ["http://a:1"]  # the file does not exist yet
-    path.write_text("# spot nodes\nhttp://b:2\nnonsense\nhttp://a:1  # again\n")
+    path.write_bytes(b"# spot \xff nodes\nhttp://b:2\nnonsense\nhttp://c:300000\nhttp://d:3o\nhttp://a:1  # again\n")
     assert await twice() == ["http://a:1", "http://b:2"]
     path.unlink()
     assert await twice() == ["http://a:1", "http://b:2"]
@@ -98,6 +98,7 @@ async def test_servers_are_posted_with_the_key(tmp_path):
 
         assert (await call("POST", {"url": second.url}, key="wrong"))[0] == 401
         assert (await call("POST", {"url": "ftp://x"}))[0] == (await call("POST", []))[0] == 400
+        assert (await call("POST", {"url": "http://x:300000"}))[0] == 400
         assert (await call("POST", {"url": second.url}))[0] == 200
         await until(lambda: [s.state.phase for s in engine.servers] == [Phase.SERVING] * 2)
         _, said = await call("GET")

@@ -106,7 +106,7 @@ class Membership:
 
 
 def _lines(path: Path) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    lines = (line.partition("#")[0].strip() for line in path.read_text(errors="replace").splitlines())
     found = []
     for line in filter(None, lines):
         try:
@@ -118,7 +118,7 @@ def _lines(path: Path) -> list[str]:
 
 def _address(text: str) -> str:
     parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.port == 0:
         raise ValueError(f"not the address of a server: {text!r}")
     return text.rstrip("/")
 
