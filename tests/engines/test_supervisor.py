@@ -175,6 +175,20 @@ async def test_requests_do_not_wait_for_a_server_whose_memory_was_the_trainers_b
     assert fleet.processes[0].starts == 1
 
 
+async def test_a_server_with_the_trainers_base_is_used_again_when_it_replies_again(tmp_path):
+    """It cannot be restarted, so there is no restart to wait for."""
+    chosen = config(tmp_path, control_timeout=0.1, restart_recovery=1800)
+    shared = chosen.servers.model_copy(update={"share_base": True})  # without the adapters that it needs
+    fleet, engine = await fake_fleet(chosen.model_copy(update={"servers": shared}), tmp_path)
+    server = fleet.processes[0].server
+    server.hanging = {"/model_info"}
+    await until(lambda: engine.servers[0].state.phase is Phase.GIVEN_UP)
+    server.hanging = set()
+    async with asyncio.timeout(20):
+        completion = await engine.generate("r", PROMPT, SamplingParams(8))
+    assert completion.finish_reason is FinishReason.STOP and fleet.processes[0].starts == 1
+
+
 @pytest.mark.parametrize("label", ["99", "somebody-elses"])
 async def test_weights_that_were_never_sent_stop_the_batch_at_once(tmp_path, label):
     chosen = config(tmp_path)

@@ -4,8 +4,8 @@ current weights.
 A server fails when its process ends, when its HTTP server does not reply, when it generates no token, or when the
 engine reports a failed control call. After a failed control call, a server that still replies is admitted again as it
 is; otherwise, or if that fails, it is restarted. A budget limits the restarts; it refills while the server works.
-A server that was given up is used again: an external one when it replies, one of ours after a restart that is tried
-every `restart_recovery` seconds.
+A server that was given up is used again: one that cannot be restarted when it replies, another after a restart that is
+tried every `restart_recovery` seconds.
 """
 
 from __future__ import annotations
@@ -161,12 +161,12 @@ class Supervisor:
 
     async def _wait_given_up(self) -> None:
         """Until there is another chance that the server works."""
-        if self._process.ours:
+        if self._process.ours and not (self._config.share_base and self._process.alive()):
             await asyncio.sleep(self._config.restart_recovery)
             self.budget.regain()
         else:
             await asyncio.sleep(self._config.heartbeat)  # it may reply, and not be ours to use
-            while not await self._replies():
+            while self._process.alive() and not await self._replies():
                 await asyncio.sleep(self._config.heartbeat)
         self._failure = EngineError("it was given up")  # admitted as it is, if it replies
         self._check_now.set()
