@@ -189,6 +189,25 @@ async def test_a_server_with_the_trainers_base_is_used_again_when_it_replies_aga
     assert completion.finish_reason is FinishReason.STOP and fleet.processes[0].starts == 1
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_requests_wait_for_an_update_only_where_one_can_come(tmp_path, max_staleness):
+    """Without a snapshot a restarted server needs an update, which follows the batch that waits for the server."""
+    chosen = config(tmp_path, keep_snapshot=False, transport="tensor")
+    fleet, engine = await fake_fleet(chosen.model_copy(update={"max_staleness": max_staleness}), tmp_path)
+    engine.patience = 900
+    await engine.update_weights(1, [WEIGHTS])
+    fleet.processes[0].server.drop["/generate"] = ["die"]
+    request = asyncio.ensure_future(engine.generate("r", PROMPT, SamplingParams(8)))
+    await asyncio.wait([request], timeout=5 if not max_staleness else 1)
+    assert request.done() == (not max_staleness)
+    if request.done():
+        assert "it holds weight version 0, current is 1" in str(request.exception())
+        request = asyncio.ensure_future(engine.generate("r", PROMPT, SamplingParams(8)))
+    await engine.update_weights(1 + max_staleness, [WEIGHTS])
+    assert engine.servers[0].state.serves(1 + max_staleness)
+    await asyncio.wait([request])
+
+
 @pytest.mark.parametrize("label", ["99", "somebody-elses"])
 async def test_weights_that_were_never_sent_stop_the_batch_at_once(tmp_path, label):
     chosen = config(tmp_path)

@@ -226,7 +226,8 @@ class SGLangEngine:
         if held == version:
             await server.resume()  # a pause whose reply was lost may have left it paused
         elif last or not self._update.has_snapshot:
-            server.state.recovering(f"it holds weight version {held}, current is {version}")
+            no_update = not last and not self.config.max_staleness  # comes before the batch that needs this server
+            server.state.recovering(f"it holds weight version {held}, current is {version}", lost=no_update)
             return False
         else:
             try:

@@ -29,7 +29,7 @@ class ServerState:
         self.phase = Phase.STARTING
         self.version: int | None = None  # that it serves
         self.why = ""  # it serves nothing
-        self.lost = False  # given up, and nothing can bring it back
+        self.lost = False  # nothing can bring it back while requests wait for it
         self.last_completion = time.monotonic()
         self._failures = 0  # of requests, since the last that it completed
         self._backoff_until = 0.0
@@ -73,9 +73,9 @@ class ServerState:
             self.phase = Phase.SERVING
         return was_suspect
 
-    def recovering(self, why: str) -> None:
+    def recovering(self, why: str, *, lost: bool = False) -> None:
         self.withdrawn(why)
-        self.phase = Phase.RECOVERING
+        self.phase, self.lost = Phase.RECOVERING, lost
 
     def recovery_ended(self) -> None:
         """Whatever came of it."""
