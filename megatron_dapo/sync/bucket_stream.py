@@ -18,6 +18,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any
@@ -40,6 +41,7 @@ class BucketStream:
     def __init__(self, link: SenderLink | None = None) -> None:
         """`link`: to the other ranks that send in this update."""
         self.link = link
+        self.opened: Future[None] = Future()  # done when the engine reads, or when it is known that it will not
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._prepare: Callable[[Any], Any] = lambda bucket: None
         self._release: Callable[[Any], None] = lambda prepared: None
@@ -68,14 +70,10 @@ class BucketStream:
 
     # ---- the thread that produces ----
 
-    def wait_until_opened(self) -> None:
-        """By the engine, or until it is known that it will not read."""
-        self._handle_events(until=lambda: self._opened)
-
     def fill(self, buckets: Iterable[Bucket]) -> None:
         """Produces every bucket, from when the engine has opened the stream. An error of theirs is the engine's, if it
         still reads."""
-        self.wait_until_opened()
+        self._handle_events(until=lambda: self._opened)
         iterator = iter(buckets)
         try:
             while True:
@@ -136,12 +134,17 @@ class BucketStream:
         self._arrived = asyncio.Queue()
         self._prepare = prepare
         self._release = lambda prepared: None if prepared is None else release(prepared)
-        self._events.put(_Event.OPENED)
+        self._tell(_Event.OPENED)
         return self
 
     def close(self, _: object = None) -> None:
         """From any thread, also as the callback of a future: nobody reads any more."""
-        self._events.put(_Event.CLOSED)
+        self._tell(_Event.CLOSED)
+
+    def _tell(self, event: _Event) -> None:
+        self._events.put(event)
+        with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+            self.opened.set_result(None)
 
     async def __aenter__(self) -> BucketStream:
         return self

@@ -33,6 +33,7 @@ from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.sync.remote_sender import RemoteSender, SenderLink
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.rollout_driver import RolloutDriver
+from megatron_dapo.trainer.signals import Stopped
 from megatron_dapo.types import StepBatch
 
 if TYPE_CHECKING:
@@ -102,8 +103,14 @@ class WeightSync:
         if rollouts is not None:
             loading = rollouts.load_weights(version, stream)
             loading.add_done_callback(stream.close)
-            stream.wait_until_opened()
-        self._collectives.arrive()  # engines may need long until they read: nobody waits for that inside a bucket
+        try:  # engines may need long until they read: nobody waits for that inside a bucket
+            opened = stream.opened if rollouts is not None else None
+            self._collectives.wait(opened, f"waiting for a server that takes weight version {version}", stoppable=True)
+        except Stopped:
+            if loading is not None:
+                loading.cancel()
+            raise
+        self._collectives.arrive()
         if rollouts is not None:
             stream.fill(buckets)
         elif link is not None:

@@ -1,8 +1,10 @@
 """Weight sync in the main thread: no rank is left behind in a bucket."""
 
 import asyncio
+import os
+import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.rollouts import WeightSync
-from megatron_dapo.trainer.signals import StopSignal
+from megatron_dapo.trainer.signals import Stopped, StopSignal
 
 
 class Buckets:
@@ -84,3 +86,21 @@ def test_what_an_engine_did_not_read_is_discarded(error):
     """An engine without servers of its own reads no bucket at all."""
     ours, others = run_ranks(2, send, 0, error)
     assert ours[:2] == (3, []) and others[0] == 3
+
+
+def stop_while_no_server_works(rendezvous):
+    runtime = initialize(PolicyConfig(timeout_seconds=20), rendezvous=rendezvous)
+    engine, loading = Engine(0), Future()  # the engine waits until a server has been restarted
+    engine.load_weights = lambda version, stream: loading
+    with StopSignal() as stop:
+        sync = WeightSync(Buckets(), Collectives(runtime, stop))
+        if rendezvous.rank == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Stopped, match="SIGTERM"):
+            sync.send(7, engine if rendezvous.rank == 0 else None)
+    return loading.cancelled()
+
+
+def test_a_run_stops_while_the_engines_have_no_server_that_takes_weights():
+    """Restarts of servers may take an hour, and Slurm ends a run that does not stop in time."""
+    assert run_ranks(2, stop_while_no_server_works) == [True, False]
