@@ -320,6 +320,21 @@ async def test_no_update_waits_for_a_dead_server_and_it_is_used_when_it_is_back(
     await until(lambda: gone.state.phase is Phase.SERVING)
 
 
+async def test_a_server_that_only_others_can_restart_is_waited_for_once(tmp_path):
+    """Each wait takes up to start_timeout; `restarts` of them would be an hour."""
+    fleet, engine = await fake_fleet(config(tmp_path, restarts=3), tmp_path)
+    process, waits = fleet.processes[0], []
+
+    async def never_ready(server):
+        waits.append(server)
+        raise EngineError("it was not ready after 900 s")
+
+    await process.end()
+    process.ours, process.alive, process.wait_ready = False, lambda: True, never_ready
+    await until(lambda: engine.servers[0].state.phase is Phase.GIVEN_UP)
+    assert len(waits) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "why"), [("/model_info", "it does not answer"), ("/pause_generation", "1 s after the other")]
 )

@@ -232,6 +232,8 @@ class Supervisor:
                 self._state.recovering(str(error))
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
+                if not self._process.ours:  # it has been waited for
+                    break
         reason = f"given up after {self.budget.used} restarts (rollout.servers.restarts)"
         if self._config.share_base:
             reason = "the trainer computes with its memory (rollout.servers.share_base)"
