@@ -137,6 +137,20 @@ async def test_a_joiner_gets_the_current_weights_alone_and_the_samples_of_a_leav
     assert [server.label for server in servers[1:]] == ["4", "4"]  # the leases have ended
 
 
+async def test_an_update_waits_for_the_next_server_when_the_last_one_has_left(tmp_path):
+    """As requests do: spot nodes come back."""
+    server, listed = await FakeServer().start(), tmp_path / "servers"
+    listed.write_text(server.url)
+    group = Fleet(config(tmp_path, f"file://{listed}"), str(tmp_path), tmp_path, client_processes=False)
+    engine = close_at_the_end(await group.start())
+    listed.write_text("")
+    await until(lambda: not engine.servers)
+    update = asyncio.ensure_future(engine.update_weights(1, [WEIGHTS]))
+    await asyncio.wait([update], timeout=0.3)
+    listed.write_text(server.url)
+    assert (await update).served_by == (server.url,)
+
+
 async def test_a_server_that_returns_as_another_process_gets_what_the_first_one_had(tmp_path):
     """It proves its weights with a module that every process of a server must be told to load."""
     sums = {name: f"{n}:x:{total}" for name, (n, total) in checksums_of(flatten(WEIGHTS)).read().items()}

@@ -232,7 +232,10 @@ class Fleet(Supervision):
         for supervisor in self.supervisors.values():
             supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
-        while self._recovering() and all(server.state.down for server in self._servers.values()):
+        joins_until = time.monotonic() + (self._config.servers.start_timeout if self.membership.changes else 0.0)
+        while all(server.state.down for server in self._servers.values()):
+            if not self._recovering() and time.monotonic() >= joins_until:
+                break
             await asyncio.sleep(POLL)
 
     def _recovering(self) -> bool:
