@@ -242,9 +242,9 @@ class PolicyConfig(Section):
     true_on_policy: bool = Field(
         False,
         description="Trainer and engine compute the same log-probs, bit for bit: train/mismatch_max is exactly 0, and "
-        "any other value is a bug; the gate demands 0. Slower. Without tensor or context parallelism: on CUDA dense "
-        "models in bf16 with SGLang, with deterministic algorithms; on the CPU all models in fp32 with the embedded "
-        "engine.",
+        "any other value is a bug; the gate demands 0. Slower. Without LoRA, tensor or context parallelism: on "
+        "CUDA dense models in bf16 with SGLang, with deterministic algorithms; on the CPU all models in fp32 with the "
+        "embedded engine.",
     )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     moe: MoEConfig = MoEConfig()

@@ -268,9 +268,10 @@ class Config(Section):
             "rollout.servers.dtype": servers.dtype not in ("auto", "bfloat16"),
             "rollout.weights.quantization": rollout.weights.quantization != "none",
         }  # fmt: skip
-        if servers.exact and any(other.values()):
-            changed = ", ".join(key for key, value in other.items() if value)
-            raise ValueError(f"policy.true_on_policy needs the default of {changed}: it computes in bf16 on one GPU")
+        changed = [key for key, value in other.items() if value and (servers.exact or key == "policy.lora.rank")]
+        if changed:
+            why = "trainer and engine compute the same products, on one device"
+            raise ValueError(f"policy.true_on_policy needs the default of {', '.join(changed)}: {why}")
 
     def _check_routing_replay(self) -> None:
         mode = self.policy.routing_replay

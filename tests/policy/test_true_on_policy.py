@@ -117,6 +117,7 @@ SGLANG = {"rollout__engine": "sglang", "policy__precision": "bf16"}
     [
         {"policy__tensor_parallel": 2},
         {"policy__precision": "bf16"},
+        {"policy__lora": {"rank": 4}},  # the engine computes with merged weights
         {"rollout__engine": "sglang"},
         SGLANG | {"policy__context_parallel": 2},
         SGLANG | {"policy__lora": {"rank": 4}},
