@@ -205,15 +205,18 @@ class Config(Section):
             raise ValueError(
                 "critic.pretraining.explained_variance ends pre-training earlier than its steps, which are 0"
             )
-        if not self.uses_critic:
-            return
+        if self.uses_critic:
+            self.check_second_model()
+
+    def check_second_model(self) -> None:
+        """What a run with a critic cannot have. Only the loaded plugin says whether a custom advantage needs one."""
         if self.policy.tp_comm_overlap:
-            raise ValueError(
-                "policy.tp_comm_overlap has communication buffers for one model, but algorithm.advantage: gae has a "
-                "second one, the critic: turn it off"
+            raise ConfigError(
+                "policy.tp_comm_overlap has communication buffers for one model, but the critic is a second one: turn "
+                "it off"
             )
         if self.policy.precision == "bf16" and not self.policy.distributed_optimizer:
-            raise ValueError(
+            raise ConfigError(
                 "policy.distributed_optimizer is false, but the critic's value head is in fp32 among weights in bf16, "
                 "and Megatron's other optimizer cannot save it: set it to true"
             )

@@ -134,6 +134,7 @@ def _check_weights(config: Config, shape: ModelShape) -> None:
 
 def _check_critic(config: Config, vocabulary: dict[str, int]) -> None:
     """Its layout, its files, and that it reads the policy's tokens."""
+    config.check_second_model()
     model = config.of_critic.policy.model
     with _named("critic.model"):
         if not Path(model).is_dir():

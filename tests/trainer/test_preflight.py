@@ -45,6 +45,22 @@ def test_the_wandb_key_may_be_in_netrc(monkeypatch, tmp_path):
         _check_wandb(WandbConfig(mode="online"))
 
 
+def of_values(batch, config):
+    return batch.values
+
+
+of_values.reads_values = True
+
+
+@pytest.mark.parametrize("advantage", ["gae", "python:test_preflight.of_values"])
+def test_what_a_critic_cannot_have_is_refused_for_every_advantage_with_one(advantage, tmp_path):
+    raw = raw_config(tmp_path / "model", tmp_path / "run", algorithm__advantage=advantage)
+    raw["policy"] |= {"precision": "bf16", "distributed_optimizer": False}
+    with pytest.raises(ConfigError, match="the critic's value head is in fp32"):
+        config = parse_config(raw)
+        check_setup(config, check_config(config))
+
+
 # ---- prompts are loaded once ----
 
 
