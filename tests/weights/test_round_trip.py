@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.megatron_reader import TorchDistReader
+from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF, TorchDistReader
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.formats.safe_pickle import load_metadata
 from megatron_dapo.weights.verify import verify
@@ -38,6 +38,8 @@ def test_a_round_trip_is_bit_exact(kind, dtype, tmp_path):
     for name in before:
         assert before[name].dtype == after[name].dtype == dtype
         assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+    as_hf = MegatronAsHF(tmp_path / "megatron", ModelShape.from_dir(source))  # what policy.megatron_checkpoint reads
+    assert [name for name, tensor in as_hf.items() if not torch.equal(tensor, before[name])] == []
     found = verify(source, tmp_path / "megatron")
     assert found.same  # the reports count what verify compares, also tensors that are not trained
     assert [(r.tensors, r.nbytes) for r in (there, back)] == [(found.tensors, found.nbytes)] * 2

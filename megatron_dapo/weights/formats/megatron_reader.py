@@ -253,7 +253,7 @@ class MegatronAsHF(Mapping[str, "Tensor"]):
 
         mapping, source = self._mappings[name]
         parts = [self._reader.rows(mapping.name, s.start, s.rows) for s in mapping.segments_of(source)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(mapping.hf_shapes[source])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._mappings)
