@@ -24,6 +24,7 @@ from megatron_dapo.algorithm.loss import load_objective
 from megatron_dapo.checkpoints.run_dir import clear_the_way
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_model
 from megatron_dapo.config.data import EvalConfig
+from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
@@ -31,10 +32,11 @@ from megatron_dapo.files import explain
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.combined import open_graders
 from megatron_dapo.rollout.agents.functions import load_rollout_function
+from megatron_dapo.weights.adapters import adapter_mappings, base_fingerprint, read_adapter
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
 from megatron_dapo.weights.locate import check_model_directory
-from megatron_dapo.weights.mapping import check_hf_names
+from megatron_dapo.weights.mapping import adapted, check_hf_names, parameter_mappings
 from megatron_dapo.weights.side_files import hf_files
 from megatron_dapo.weights.value_weights import ValueWeights, value_shape
 
@@ -130,6 +132,33 @@ def _check_weights(config: Config, shape: ModelShape) -> None:
     if config.policy.megatron_checkpoint:
         with _named("policy.megatron_checkpoint"):
             open_megatron(config.policy.megatron_checkpoint, shape)
+    if config.policy.lora.rank:
+        with _named("policy.lora"):
+            _check_adapters(config.policy, shape)
+
+
+def _check_adapters(policy: PolicyConfig, shape: ModelShape) -> None:
+    """Their layers, the files they start from, and how ranks share them."""
+    import torch
+
+    from megatron_dapo.policy.model.lora import rows_in_shard_order
+
+    lora, ranks, chunks = policy.lora, policy.tensor_parallel, policy.virtual_pipeline
+    table = adapter_mappings(shape, lora.rank, tuple(lora.targets))
+    if lora.start:
+        read_adapter(lora.start, shape, lora, base_fingerprint(policy.model))
+    for mapping in parameter_mappings(shape).values():
+        if mapping.expert is None and adapted(mapping, lora.targets):
+            rows_in_shard_order(
+                mapping, 0, ranks, torch.empty(mapping.shape[0] // ranks, mapping.shape[1], device="meta")
+            )
+    stages = list(enumerate(policy.stage_layers(shape.layers) or []))
+    stage_of = [stage for _ in range(chunks) for stage, layers in stages for _ in range(layers // chunks)]
+    if empty := set(stage_of) - {stage_of[m.layer] for m in table.values() if m.layer is not None}:
+        raise ConfigError(
+            f"policy.lora.targets {lora.targets} leaves pipeline stage {min(empty)} without adapters, whose optimizer "
+            "Megatron cannot save: add targets, or lower pipeline_parallel"
+        )
 
 
 def _check_critic(config: Config, vocabulary: dict[str, int]) -> None:

@@ -1,6 +1,7 @@
 """Checks before a run starts that need more than a bad value; tests/test_bad_inputs.py has the table of bad inputs."""
 
 import pytest
+from tiny_model import write_model
 from tiny_run import raw_config
 
 from megatron_dapo.config import ConfigError, check_config, parse_config
@@ -58,6 +59,24 @@ def test_what_a_critic_cannot_have_is_refused_for_every_advantage_with_one(advan
     raw["policy"] |= {"precision": "bf16", "distributed_optimizer": False}
     with pytest.raises(ConfigError, match="the critic's value head is in fp32"):
         config = parse_config(raw)
+        check_setup(config, check_config(config))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"lora": {"rank": 2, "targets": ["foo"]}}, "no linear layer foo"),
+        ({"lora": {"rank": 2, "start": "nowhere"}}, "policy.lora: nowhere is not a PEFT adapter"),
+        ({"lora": {"rank": 2}, "tensor_parallel": 2}, "does not split .*in_proj_qkv"),
+        ({"lora": {"rank": 2, "targets": ["q_proj"]}, "pipeline_parallel": 2}, "leaves pipeline stage 0 without"),
+    ],
+)
+def test_adapters_are_checked_before_a_run(policy, message, tmp_path):
+    """The first layer of the model has linear attention, so no q_proj."""
+    write_model(tmp_path / "model", "qwen3_5")
+    raw = raw_config(tmp_path / "model", tmp_path / "run")
+    config = parse_config(raw | {"policy": raw["policy"] | policy})
+    with pytest.raises(ConfigError, match=message):
         check_setup(config, check_config(config))
 
 
