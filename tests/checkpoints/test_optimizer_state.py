@@ -112,6 +112,23 @@ def test_training_continues_bit_for_bit(kind, layout, saved):
     assert_same(run(load_and_update, layout, kind, folder, UPDATES), expected)
 
 
+def load_with_other_options(rendezvous, layout, kind, folder):
+    fused_adam.use(kind)
+    config = selfcheck_config(LayoutSpec.parse(layout))
+    optimizer = config.policy.optimizer.model_copy(update={"beta1": 0.5, "beta2": 0.6, "eps": 1e-3})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"optimizer": optimizer})})
+    policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=rendezvous))
+    load_policy(policy, folder)
+    groups = [group for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups]
+    return {(*group["betas"], group["eps"]) for group in groups}
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("torch", "do"), ("apex", "single")])
+def test_changed_options_of_adam_are_used(kind, layout, saved):
+    folder, _ = saved(layout, kind, UPDATES)
+    assert run(load_with_other_options, layout, kind, folder) == {(0.5, 0.6, 1e-3)}
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     some([(kind, layout) for kind in KINDS for layout in ("do", "single")],

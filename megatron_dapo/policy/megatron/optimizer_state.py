@@ -30,7 +30,7 @@ from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")  # the fp32 parameter and Adam's moments
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-OWN = ("params", "is_expert_parallel")  # of a parameter group: not options
+OWN = ("params", "is_expert_parallel", "betas", "eps")  # of a parameter group: not those of the checkpoint
 Pieces = dict[int, slice]  # rank of the data-parallel group: its part of the flattened parameter
 ToHost = Callable[[Tensor], Tensor]
 
