@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -90,12 +91,11 @@ def read_adapter(
     """The tensors of a PEFT directory; they must be those of this model and configuration. `base`: fingerprint of the
     weights that the adapter is added to."""
     folder = Path(directory)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise WeightsError(f"{folder} is not a PEFT adapter: it has no {name}")
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    _check_config(folder, config, lora, base)
-    tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
+    _check_config(folder, _described(folder), lora, base)
+    try:
+        tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
     expected = adapter_mappings(shape, lora.rank, tuple(lora.targets))
     if missing := set(expected) - set(tensors):
         raise WeightsError(f"{folder}: missing {listed(missing)}")
@@ -105,6 +105,18 @@ def read_adapter(
         if tuple(tensors[name].shape) != mapping.shape:
             raise WeightsError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {mapping.shape}")
     return tensors
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise WeightsError(f"{folder} is not a PEFT adapter: it has no {name}")
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+        _ = config["r"], config["lora_alpha"], config["target_modules"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder / CONFIG_FILE} cannot be read: {type(error).__name__}: {error}") from error
+    return config
 
 
 def _check_config(folder: Path, config: Mapping[str, Any], lora: LoraConfig, base: str) -> None:
@@ -136,7 +148,7 @@ def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str]
     """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type. Returns the
     number of changed tensors."""
     shape, weights = open_hf(Path(model))
-    described = json.loads((Path(adapter) / CONFIG_FILE).read_text())
+    described = _described(Path(adapter))
     lora = LoraConfig(rank=described["r"], alpha=described["lora_alpha"], targets=described["target_modules"])
     tensors = read_adapter(adapter, shape, lora, base_fingerprint(model))
     changed = {name for name in weights if adapter_name(name, "A") in tensors}

@@ -146,6 +146,27 @@ def oracle(request, tmp_path_factory):
     return shape, base, tensors, type(reference).from_pretrained(folder / "merged", config=reference.config)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("adapter_config.json", None, "is not a PEFT adapter: it has no adapter_config.json"),
+        ("adapter_config.json", b"{", "adapter_config.json cannot be read: JSONDecodeError"),
+        ("adapter_config.json", b'{"r": 4}', "adapter_config.json cannot be read: KeyError: 'lora_alpha'"),
+        ("adapter_model.safetensors", b"cut off", "adapter_model.safetensors cannot be read"),
+    ],
+)
+def test_what_is_no_adapter_is_not_merged(name, content, said, tmp_path):
+    shape = synthetic_shape("dense")
+    base = hf_weights(hf_model(shape), tmp_path / "base")
+    write_peft(tmp_path / "adapter", random_adapters(adapter_mappings(shape, LORA["rank"])))
+    (tmp_path / "adapter" / name).unlink()
+    if content is not None:
+        (tmp_path / "adapter" / name).write_bytes(content)
+    with pytest.raises(WeightsError, match=said):
+        merge_adapter(base, tmp_path / "adapter", str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
+
+
 def as_served(tensors, wrong):
     """As a server of SGLang has them: q, k and v are one, gate and up are one, the vocabulary is padded."""
     served = {}
