@@ -46,7 +46,7 @@ from megatron_dapo.checkpoints.files import (
     write_files,
 )
 from megatron_dapo.checkpoints.folder import CRITIC, POLICY, CheckpointFolder, checkpoint_name, read_state, state_files
-from megatron_dapo.checkpoints.policy_state import host_sizes, is_finite, load_policy, policy_files
+from megatron_dapo.checkpoints.policy_state import DoesNotFit, host_sizes, is_finite, load_policy, policy_files
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError
@@ -397,6 +397,11 @@ class Checkpoints:
             try:
                 self._state = read_state(path)
                 check(self._state)
+                if self._critic is not None and not (path / CRITIC).is_dir():
+                    raise ConfigError(
+                        f"{path} has no critic: it was saved without algorithm.advantage: gae. Use the saved setting, "
+                        "or another trainer.run_dir"
+                    )
             except ConfigError as error:
                 found[1] = str(error)
             except Exception as error:
@@ -428,12 +433,8 @@ class Checkpoints:
         if self.runtime.rank != 0:
             state = shared[0]
         _check_layout(state["layout"], _layout(policy), path)
-        if self._critic is not None and not (path / CRITIC).is_dir():
-            raise ConfigError(
-                f"{path} has no critic: it was saved without algorithm.advantage: gae. Use the saved setting, or "
-                "another trainer.run_dir"
-            )
         problem: str | None = None
+        fits = True
         try:
             load_policy(policy, path / POLICY)
             if self._critic is not None:
@@ -447,10 +448,14 @@ class Checkpoints:
             if not is_finite(policy):
                 problem = "its weights or its optimizer state are not finite"
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        problems: list[str | None] = [None] * self.runtime.world_size
-        dist.all_gather_object(problems, problem, group=self.runtime.control)
-        return state, next((line for line in problems if line), None)
+            fits = not isinstance(error, DoesNotFit)
+            problem = (f"{type(error).__name__}: {error}" if fits else str(error)).splitlines()[0]
+        found: list[tuple[bool, str | None]] = [(True, None)] * self.runtime.world_size
+        dist.all_gather_object(found, (fits, problem), group=self.runtime.control)
+        fits, problem = min(((fits, line) for fits, line in found if line), default=(True, None))
+        if not fits:  # nor would an earlier one
+            raise ConfigError(f"cannot resume: {problem}. Use the saved settings, or another trainer.run_dir")
+        return state, problem
 
 
 def _without_driver_only(state: Any) -> Any:

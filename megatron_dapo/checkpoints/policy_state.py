@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dapo.checkpoints.files import CheckpointFile, HostBuffers, write_files
 from megatron_dapo.errors import CheckpointError
@@ -63,6 +64,10 @@ ADAPTER = "adapter"  # folder of a checkpoint: LoRA's adapters in PEFT's format
 MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB
 FILES_PER_RANK = 4
 SMALL_FILE = 64 << 20  # there are fewer files where they would be smaller than this
+
+
+class DoesNotFit(CheckpointError):
+    """The checkpoint is of another model or of other settings."""
 
 
 def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
@@ -173,10 +178,10 @@ def _check_base(policy: Policy, directory: Path) -> None:
     """The adapters of a checkpoint belong to one base model."""
     described = directory / ADAPTER / CONFIG_FILE
     if not described.is_file():
-        raise CheckpointError(f"{directory} has no adapters: it was saved without policy.lora")
+        raise DoesNotFit(f"{directory} has no adapters: it was saved without policy.lora")
     base = json.loads(described.read_text()).get("base_fingerprint")
     if base != base_fingerprint(policy.config.policy.model):
-        raise CheckpointError(f"{directory} has adapters of another base model: policy.model's weights are not those")
+        raise DoesNotFit(f"{directory} has adapters of another base model: policy.model's weights are not those")
 
 
 def _side_files(policy: Policy) -> list[CheckpointFile]:
@@ -278,8 +283,9 @@ def _load(state: dict[str, Any], directory: str | os.PathLike[str], weights_only
     strict = StrictHandling.ASSUME_OK_UNEXPECTED if weights_only else StrictHandling.RAISE_ALL
     try:
         return dist_checkpointing.load(state, str(directory), strict=strict)
-    except dist_checkpointing.core.CheckpointingException as error:
-        raise CheckpointError(f"{directory} does not fit this model: {error}") from error
+    except (dist_checkpointing.core.CheckpointingException, CheckpointException) as error:  # Megatron's, torch's
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise DoesNotFit(f"{directory} does not fit this model: {reason}") from error
 
 
 def _metadata(policy: Policy) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import errno
 import os
+from dataclasses import replace
 
+import checkpoint_run
 import orjson
 import pytest
-from checkpoint_run import Checks, copy_of, names, only_newest, resumed, run, same
+from checkpoint_run import SHAPE, Checks, copy_of, names, only_newest, resumed, run, same
 from long_lists import some
 
 from megatron_dapo.checkpoints.folder import CheckpointFolder
@@ -97,6 +99,19 @@ def test_without_a_usable_checkpoint_nothing_starts_from_scratch(three, tmp_path
     for _ in range(2):  # the second start says the same
         with pytest.raises(ConfigError, match=r"no checkpoint in .* can be used: .*step_3 is dam.*; .*step_1 is dam"):
             Checks(run_dir).newest()
+    assert names(run_dir) == ["step_1", "step_2", "step_3"]
+
+
+def resume_another_model(rendezvous, run_dir, shape):
+    checkpoint_run.SHAPE = shape
+    return resumed(rendezvous, run_dir)
+
+
+@pytest.mark.parametrize("change", [{"ffn_hidden": 2 * SHAPE.ffn_hidden}, {"qk_norm": not SHAPE.qk_norm}])
+def test_a_checkpoint_that_does_not_fit_is_refused_and_keeps_its_name(change, three, tmp_path):
+    run_dir, _ = copy_of(three, tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot resume: .*step_3/policy does not fit this model: .*Use the saved"):
+        run(resume_another_model, run_dir, replace(SHAPE, **change))
     assert names(run_dir) == ["step_1", "step_2", "step_3"]
 
 
