@@ -400,6 +400,7 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
     refused += [
         f"the model of {config.policy.model} has {name} {new!r}, but that of the run in {run_dir} has {old!r}"
         for name, old, new in differences(saved["model"], _plain(shape))
+        if name.partition(".")[0] in saved["model"]  # not a field that is newer than the run
     ]
     if saved["vocabulary"] != _vocabulary(config.policy.model):
         refused.append(f"the tokenizer in {config.policy.model} is not that of the run in {run_dir}")

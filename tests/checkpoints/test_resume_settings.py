@@ -1,5 +1,6 @@
 """What may differ between a run and its resumption, and what is refused."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,14 @@ def test_the_seed_is_refused_with_its_reason(started):
     raw["trainer"]["seed"] = 5
     with pytest.raises(ConfigError, match=r"trainer\.seed is 5, but .* started with 0, and the order of the prompts"):
         check_resume(parse_config(raw), shape)
+
+
+def test_a_field_of_the_model_that_is_newer_than_the_run_is_not_compared(started, tmp_path):
+    raw, shape = started
+    saved = json.loads((tmp_path / "run" / "resume.json").read_text())
+    del saved["model"]["dense_layers"]
+    (tmp_path / "run" / "resume.json").write_text(json.dumps(saved))
+    assert check_resume(parse_config(raw), shape) == []
 
 
 def test_a_run_without_a_checkpoint_is_a_new_one(started, tmp_path):
