@@ -369,6 +369,7 @@ FIXED = {
     "trainer.seed": "the order of the prompts and the seeds of the samples follow from it",
     "policy.precision": "the optimizer state is saved for it",
     "policy.distributed_optimizer": "the optimizer state is saved for it",
+    **dict.fromkeys(("policy.lora.rank", "policy.lora.alpha", "policy.lora.targets"), "the weights are saved for it"),
 }
 
 
@@ -395,7 +396,7 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
     refused = [
         f"{key} is {new!r}, but the run in {run_dir} was started with {old!r}, and {FIXED[key]}"
         for key, old, new in changed
-        if key in FIXED
+        if key in FIXED and (key != "policy.lora.alpha" or config.policy.lora.rank)
     ]
     refused += [
         f"the model of {config.policy.model} has {name} {new!r}, but that of the run in {run_dir} has {old!r}"

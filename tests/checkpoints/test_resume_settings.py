@@ -60,6 +60,19 @@ def test_the_seed_is_refused_with_its_reason(started):
         check_resume(parse_config(raw), shape)
 
 
+def test_adapters_of_other_settings_are_refused(started, tmp_path):
+    raw, shape = started
+    raw["policy"]["lora"] = {"alpha": 8}
+    assert check_resume(parse_config(raw), shape) == ["policy.lora.alpha: 32.0 → 8.0"]  # not used without adapters
+    raw["policy"]["lora"] = {"rank": 4}
+    with pytest.raises(ConfigError, match=r"policy\.lora\.rank is 4, but .* started with 0"):
+        check_resume(parse_config(raw), shape)
+    record_settings(tmp_path / "run", parse_config(raw), shape)
+    raw["policy"]["lora"] = {"rank": 4, "alpha": 8, "targets": ["q_proj"]}
+    with pytest.raises(ConfigError, match=r"policy\.lora\.alpha is 8\.0.*policy\.lora\.targets is \['q_proj'\]"):
+        check_resume(parse_config(raw), shape)
+
+
 def test_a_field_of_the_model_that_is_newer_than_the_run_is_not_compared(started, tmp_path):
     raw, shape = started
     saved = json.loads((tmp_path / "run" / "resume.json").read_text())
