@@ -103,7 +103,6 @@ class Trainer:
         with self.collectives.on_driver("opening the run") as mine:
             if mine:
                 (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-                record_settings(run_dir, config, self.policy.shape)
                 settings, ranks = config.model_dump(mode="json"), self.runtime.world_size
                 self.observer = Observer(
                     config.observe, run_dir, total_steps=config.trainer.steps, settings=settings, ranks=ranks
@@ -114,6 +113,9 @@ class Trainer:
     def _start(self) -> None:
         """Weights from the model or the newest checkpoint; engines started and serving exactly those weights."""
         resume = self.saves.newest = self.saves.checkpoints.newest(self._check_state)
+        with self.collectives.on_driver("recording the settings") as mine:
+            if mine:
+                record_settings(Path(self.config.trainer.run_dir), self.config, self.policy.shape)
         with self.observer.phase("start") as phase:
             phase.note("starting the engines")
             self.colocation.offload_all()

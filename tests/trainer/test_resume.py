@@ -176,6 +176,7 @@ def test_other_data_is_a_wrong_configuration_and_no_reason_to_try_again(straight
     said = capfd.readouterr().err
     assert "the saved position belongs to a set of" in said and "again" not in said
     assert records(tmp_path / "run") == records(run_dir)
+    assert all((tmp_path / "run" / f).read_text() == (run_dir / f).read_text() for f in ("config.yaml", "resume.json"))
 
 
 def test_finished_run_records_nothing_when_started_again(straight):
