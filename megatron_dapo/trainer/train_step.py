@@ -200,6 +200,9 @@ class TrainStep:
                 f"with this trainer.mini_batch_prompts the step has {len(step.mini_batches)}: use the saved setting "
                 "until the step is done"
             )
+        unscored = state["ref_logprobs"] is None and state["done"] < state["mini_batches"]
+        if policy.needs.reference and unscored and state.get("trains_policy", True):
+            raise ConfigError("the checkpoint was saved in mid-step: set algorithm.kl.coefficient after it, not in it")
         step.updates_done = state["done"]
         step.rollout_metrics = state["metrics"]
         step.update_metrics = StepMetrics.from_state(state["updates"])

@@ -179,6 +179,14 @@ def test_other_data_is_a_wrong_configuration_and_no_reason_to_try_again(straight
     assert all((tmp_path / "run" / f).read_text() == (run_dir / f).read_text() for f in ("config.yaml", "resume.json"))
 
 
+def test_a_kl_term_cannot_begin_between_two_updates(straight, tmp_path, capfd):
+    raw = config(straight[0], tmp_path)
+    assert run(raw, at_point("loop/before_update", 1, send_signal(signal.SIGTERM))) == REQUEUE
+    assert run(raw | {"algorithm": {"kl": {"coefficient": 0.1}}}) == 2
+    assert "saved in mid-step: set algorithm.kl.coefficient after it" in capfd.readouterr().err
+    assert (tmp_path / "checkpoints" / "step_0+1").is_dir()
+
+
 def test_finished_run_records_nothing_when_started_again(straight):
     folder, run_dir = straight
     before = records(run_dir)
