@@ -262,6 +262,14 @@ def test_a_reference_of_another_model_is_refused(models, checkpoint, tmp_path, c
     assert "is a HF model; expected a Megatron checkpoint" in line
 
 
+def test_a_checkpoint_of_adapters_names_the_command_for_them(models, tmp_path, capsys):
+    hf_to_megatron(models["qwen2-tied"], tmp_path / "megatron", workers=2)
+    command = ("megatron-to-hf", tmp_path / "megatron", tmp_path / "out", "--reference", models["qwen2"])
+    assert "is missing; it lacks part of this model" in refused(capsys, *command)
+    (tmp_path / "megatron" / "release" / "adapter").mkdir()
+    assert "is missing; it has only adapters, for `convert merge-adapter`" in refused(capsys, *command)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "missing", "overwritten"])
 def test_damaged_torch_dist_files_are_named(checkpoint, tmp_path, capsys, damage):
     file = checkpoint / "__0_1.distcp"

@@ -94,9 +94,9 @@ class TorchDistReader(PieceReader):
             if all(key in self._tensors for key in location.keys):
                 break
         else:
-            raise WeightsError(
-                f"{self.path}: tensor {mapping.name} is missing; the checkpoint lacks part of this model"
-            )
+            adapters = (self.path / "adapter").is_dir()  # of a run with policy.lora
+            what = "it has only adapters, for `convert merge-adapter`" if adapters else "it lacks part of this model"
+            raise WeightsError(f"{self.path}: tensor {mapping.name} is missing; {what}")
         pieces: list[Piece] = []
         at = 0
         parts = mapping.parts if len(location.keys) > 1 else mapping.shape[:1]
