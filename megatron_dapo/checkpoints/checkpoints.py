@@ -399,8 +399,7 @@ class Checkpoints:
                 check(self._state)
                 if self._critic is not None and not (path / CRITIC).is_dir():
                     raise ConfigError(
-                        f"{path} has no critic: it was saved without algorithm.advantage: gae. Use the saved setting, "
-                        "or another trainer.run_dir"
+                        f"{path} has no critic, which algorithm.advantage needs: use another trainer.run_dir"
                     )
             except ConfigError as error:
                 found[1] = str(error)

@@ -405,6 +405,8 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
     ]
     if saved["vocabulary"] != _vocabulary(config.policy.model):
         refused.append(f"the tokenizer in {config.policy.model} is not that of the run in {run_dir}")
+    if config.uses_critic and not any((run_dir / "checkpoints").glob(f"step_*/{CRITIC}")):
+        refused.append(f"the checkpoints in {run_dir} have no critic, which algorithm.advantage: gae needs")
     if refused:
         raise ConfigError(f"cannot resume: {'; '.join(refused)}. Use the saved setting, or another trainer.run_dir")
     return [f"{key}: {old!r} → {new!r}" for key, old, new in changed]

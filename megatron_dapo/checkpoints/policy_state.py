@@ -285,6 +285,8 @@ def _load(state: dict[str, Any], directory: str | os.PathLike[str], weights_only
         return dist_checkpointing.load(state, str(directory), strict=strict)
     except (dist_checkpointing.core.CheckpointingException, CheckpointException) as error:  # Megatron's, torch's
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(reason, OSError):
+            raise CheckpointError(f"{directory} cannot be read: {reason}") from error
         raise DoesNotFit(f"{directory} does not fit this model: {reason}") from error
 
 

@@ -81,6 +81,15 @@ def test_a_field_of_the_model_that_is_newer_than_the_run_is_not_compared(started
     assert check_resume(parse_config(raw), shape) == []
 
 
+def test_a_critic_that_the_checkpoints_do_not_have_is_refused(started, tmp_path):
+    raw, shape = started
+    raw = raw | {"algorithm": raw.get("algorithm", {}) | {"advantage": "gae"}}
+    with pytest.raises(ConfigError, match=r"cannot resume: .*have no critic"):
+        check_resume(parse_config(raw), shape)
+    (tmp_path / "run" / "checkpoints" / "step_1" / "critic").mkdir()
+    assert any("algorithm.advantage" in line for line in check_resume(parse_config(raw), shape))
+
+
 def test_a_run_without_a_checkpoint_is_a_new_one(started, tmp_path):
     raw, shape = started
     (tmp_path / "run" / "checkpoints" / "step_1").rmdir()
