@@ -373,8 +373,6 @@ def _add_convert(sub: Commands) -> None:
     )  # fmt: skip
     to_fp8.set_defaults(convert="hf_to_fp8")
     to_fp8.add_argument("source", metavar="SRC", help="HF model in bf16")
-    to_fp8.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
-    to_fp8.add_argument("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
     merge = add_command(
         inner, "merge-adapter", run,
         "Write a HF model with a LoRA adapter added to its weights. The adapter is a PEFT directory; a run with\n"
@@ -384,7 +382,9 @@ def _add_convert(sub: Commands) -> None:
     merge.set_defaults(convert="merge_adapter")
     merge.add_argument("model", metavar="MODEL", help="HF model that the adapter was trained on")
     merge.add_argument("adapter", metavar="ADAPTER", help="PEFT directory")
-    merge.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
+    for parser in (to_fp8, merge):
+        parser.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
+        parser.add_argument("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
     check = add_command(
         inner, "verify", run,
         "Check that two checkpoints, HF or torch_dist, hold the same weights: names, shapes, dtypes, every value.",

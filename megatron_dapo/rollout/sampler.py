@@ -364,7 +364,7 @@ class StepCollector:
                 self._groups.put(pending, GroupState.KEPT)
         if not self._groups.count(GroupState.KEPT):
             raise SamplingLimitError(
-                f"{self._limit_message()}. There is nothing to train on: check the grader and the group filter."
+                f"{self._limit_message()}. There is nothing to train on: check the grader and the group filter"
             )
 
     def _limit_message(self) -> str:

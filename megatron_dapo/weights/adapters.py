@@ -144,7 +144,9 @@ def adapter_config(names: Iterable[str], lora: LoraConfig, model: str) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str], destination: str) -> int:
+def merge_adapter(
+    model: str | os.PathLike[str], adapter: str | os.PathLike[str], destination: str, *, overwrite: bool = False
+) -> int:
     """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type. Returns the
     number of changed tensors."""
     shape, weights = open_hf(Path(model))
@@ -158,7 +160,7 @@ def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str]
         )
     scale = lora.alpha / lora.rank
     need = sum(path.stat().st_size for path in Path(model).iterdir() if path.is_file())
-    with new_directory(Path(destination), need) as folder:
+    with new_directory(Path(destination), need, overwrite=overwrite) as folder:
         for path in sorted(Path(model).iterdir()):
             if path.suffix == ".safetensors":
                 merged = {}

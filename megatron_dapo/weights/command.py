@@ -55,10 +55,10 @@ def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
     return _finish(report, allow_nan=False)
 
 
-def merge_adapter(model: str, adapter: str, destination: str) -> int:
+def merge_adapter(model: str, adapter: str, destination: str, overwrite: bool) -> int:
     from megatron_dapo.weights import adapters
 
-    changed = adapters.merge_adapter(model, adapter, destination)
+    changed = adapters.merge_adapter(model, adapter, destination, overwrite=overwrite)
     print(f"{destination}: {changed} tensors have their adapter added")
     return 0
 

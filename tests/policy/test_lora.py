@@ -12,6 +12,7 @@ from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradient
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.checkpoints.policy_state import load_policy, save_policy
+from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.policy.megatron.runtime import initialize
@@ -165,6 +166,16 @@ def test_what_is_no_adapter_is_not_merged(name, content, said, tmp_path):
     with pytest.raises(WeightsError, match=said):
         merge_adapter(base, tmp_path / "adapter", str(tmp_path / "merged"))
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_merged_model_is_replaced_only_when_asked(tmp_path, capsys):
+    shape = synthetic_shape("dense")
+    base = hf_weights(hf_model(shape), tmp_path / "base")
+    write_peft(tmp_path / "adapter", random_adapters(adapter_mappings(shape, LORA["rank"])))
+    command = ["convert", "merge-adapter", str(base), str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    assert main(command) == 0
+    assert main(command) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
 
 
 def as_served(tensors, wrong):
