@@ -396,7 +396,9 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
     refused = [
         f"{key} is {new!r}, but the run in {run_dir} was started with {old!r}, and {FIXED[key]}"
         for key, old, new in changed
-        if key in FIXED and (key != "policy.lora.alpha" or config.policy.lora.rank)
+        if key in FIXED
+        and not (key == "policy.lora.alpha" and not config.policy.lora.rank)
+        and not (key == "policy.lora.targets" and sorted(old or ()) == sorted(new))
     ]
     refused += [
         f"the model of {config.policy.model} has {name} {new!r}, but that of the run in {run_dir} has {old!r}"

@@ -281,12 +281,13 @@ def _require(directory: str | os.PathLike[str]) -> None:
 def _load(state: dict[str, Any], directory: str | os.PathLike[str], weights_only: bool = False) -> dict[str, Any]:
     # A checkpoint with optimizer state has more than weights; what we ask for must all be there in any case.
     strict = StrictHandling.ASSUME_OK_UNEXPECTED if weights_only else StrictHandling.RAISE_ALL
+    misfit = dist_checkpointing.core.CheckpointingException
     try:
         return dist_checkpointing.load(state, str(directory), strict=strict)
-    except (dist_checkpointing.core.CheckpointingException, CheckpointException) as error:  # Megatron's, torch's
+    except (misfit, CheckpointException) as error:  # Megatron's, torch's
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if isinstance(reason, OSError):
-            raise CheckpointError(f"{directory} cannot be read: {reason}") from error
+        if not isinstance(reason, (misfit, ValueError)):
+            raise CheckpointError(f"{directory} cannot be read: {type(reason).__name__}: {reason}") from error
         raise DoesNotFit(f"{directory} does not fit this model: {reason}") from error
 
 

@@ -133,7 +133,7 @@ class Collectives:
             self._raise_if_failed(state, failure, doing)
 
     def _look(self, future: Future[Any], stoppable: bool) -> tuple[int, BaseException | None]:
-        if stoppable and self.stop.number:
+        if stoppable and self.stop.number and not future.done():
             future.cancel()
             return STOPPED, None
         concurrent.futures.wait([future], timeout=STOP_CHECK_SECONDS if stoppable else BEAT_SECONDS)

@@ -113,9 +113,8 @@ class Trainer:
     def _start(self) -> None:
         """Weights from the model or the newest checkpoint; engines started and serving exactly those weights."""
         resume = self.saves.newest = self.saves.checkpoints.newest(self._check_state)
-        with self.collectives.on_driver("recording the settings") as mine:
-            if mine:
-                record_settings(Path(self.config.trainer.run_dir), self.config, self.policy.shape)
+        if not resume:
+            self._record_settings()
         with self.observer.phase("start") as phase:
             phase.note("starting the engines")
             self.colocation.offload_all()
@@ -146,6 +145,7 @@ class Trainer:
             self.rollouts.await_start()
             if state is not None:
                 self._restore(state)
+                self._record_settings()  # nothing has refused them
         if self.current is None:  # else the weights are between two versions, and no engine may serve them
             external = self.config.rollout.servers.urls  # an earlier run may have left other weights in them
             other_weights = converted or self.config.policy.lora.start  # than those that an engine loads
@@ -154,6 +154,11 @@ class Trainer:
             else:
                 self.rollouts.served_version = 0  # the engines have loaded the same model
             self._evaluate_when_due()
+
+    def _record_settings(self) -> None:
+        with self.collectives.on_driver("recording the settings") as mine:
+            if mine:
+                record_settings(Path(self.config.trainer.run_dir), self.config, self.policy.shape)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """Rank 0: raises where `_restore`, or the step after it, would fail."""

@@ -149,9 +149,9 @@ def _check_adapters(policy: PolicyConfig, shape: ModelShape) -> None:
         read_adapter(lora.start, shape, lora, base_fingerprint(policy.model))
     for mapping in parameter_mappings(shape).values():
         if mapping.expert is None and adapted(mapping, lora.targets):
-            rows_in_shard_order(
-                mapping, 0, ranks, torch.empty(mapping.shape[0] // ranks, mapping.shape[1], device="meta")
-            )
+            shard = torch.empty(mapping.shape[0] // ranks, mapping.shape[1], device="meta")
+            for rank in range(ranks):
+                rows_in_shard_order(mapping, rank, ranks, shard)
     stages = list(enumerate(policy.stage_layers(shape.layers) or []))
     stage_of = [stage for _ in range(chunks) for stage, layers in stages for _ in range(layers // chunks)]
     if empty := set(stage_of) - {stage_of[m.layer] for m in table.values() if m.layer is not None}:

@@ -171,8 +171,9 @@ async def test_a_request_that_is_cancelled_while_its_reply_is_sent_does_not_cut_
         call = GenerateCall(server.url, None, server.url, "r", PROMPT, {"max_new_tokens": 8}, 30.0, None, None)
         header, prompt = encode_call(call)
         worker._receive(({"number": 0, **header}, [prompt.tobytes()]))
-        while not select.select([ours], [], [], 0)[0]:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while not select.select([ours], [], [], 0)[0]:
+                await asyncio.sleep(0.01)
         worker._receive(({"number": 0, "cancel": True}, []))
         worker._receive(({"number": 1}, []))  # a ping
         channel = Channel(ours)

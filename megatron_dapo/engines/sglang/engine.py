@@ -70,8 +70,8 @@ class Supervision:
     def recover(self, server: SGLangClient, cause: BaseException) -> None:
         """It has failed: admit it again, or restart it. Returns at once; its state is RECOVERING until done."""
 
-    async def recovered(self) -> None:
-        """Waits until a server has been recovered, or none can be."""
+    async def recovered(self, *, joins: bool = False) -> None:
+        """Waits until a server has been recovered, or none can be; with `joins` also for one that joins the fleet."""
 
     async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
         """Ends the processes of these servers, which frees their GPU memory; they are restarted when the engine has
@@ -226,7 +226,7 @@ class SGLangEngine:
         if held == version:
             await server.resume()  # a pause whose reply was lost may have left it paused
         elif last or not self._update.has_snapshot:
-            no_update = not last and not self.config.max_staleness  # comes before the batch that needs this server
+            no_update = not last and not self.config.in_flight  # comes before the batch that needs this server
             server.state.recovering(f"it holds weight version {held}, current is {version}", lost=no_update)
             return False
         else:
@@ -475,7 +475,9 @@ class SGLangEngine:
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         self._balancer.memory_released = False
         if all(server.state.down for server in self.servers):
-            await self.supervision.recovered()  # else nobody waits: a server that comes later gets a later version
+            await self.supervision.recovered(
+                joins=True
+            )  # else nobody waits: a server that comes later gets a later version
             while all(s.state.down for s in self.servers) and any(s.admitting.locked() for s in self.servers):
                 await asyncio.sleep(ADMIT_POLL)
         self._updating = True

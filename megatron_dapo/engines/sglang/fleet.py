@@ -228,13 +228,14 @@ class Fleet(Supervision):
         if server.name in self.supervisors:
             self.supervisors[server.name].recover(cause)
 
-    async def recovered(self) -> None:
+    async def recovered(self, *, joins: bool = False) -> None:
         for supervisor in self.supervisors.values():
             supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
-        joins_until = time.monotonic() + (self._config.servers.start_timeout if self.membership.changes else 0.0)
+        wait = self._config.servers.start_timeout if joins and self.membership.changes else 0.0
+        until = time.monotonic() + wait
         while all(server.state.down for server in self._servers.values()):
-            if not self._recovering() and time.monotonic() >= joins_until:
+            if not self._recovering() and time.monotonic() >= until:
                 break
             await asyncio.sleep(POLL)
 

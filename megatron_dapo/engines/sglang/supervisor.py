@@ -167,6 +167,7 @@ class Supervisor:
         else:
             await asyncio.sleep(self._config.heartbeat)  # it may reply, and not be ours to use
             while self._process.alive() and not await self._replies():
+                self._state.lost = self._process.lost
                 await asyncio.sleep(self._config.heartbeat)
         self._failure = EngineError("it was given up")  # admitted as it is, if it replies
         self._check_now.set()
@@ -232,7 +233,7 @@ class Supervisor:
                 self._state.recovering(str(error))
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
-                if not self._process.ours:  # it has been waited for
+                if not self._process.ours and not await self._replies():  # it has been waited for
                     break
         reason = f"given up after {self.budget.used} restarts (rollout.servers.restarts)"
         if self._config.share_base:

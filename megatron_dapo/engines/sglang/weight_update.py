@@ -111,6 +111,8 @@ class WeightUpdater:
                 self._snapshot.discard()
                 for server in servers if self._adapters is None else ():
                     server.state.withdrawn(f"the update to version {version} broke off: {error}")
+                if isinstance(error, asyncio.CancelledError):
+                    raise
                 raise WeightUpdateError(f"weight version {version}: the buckets could not be sent: {error}") from error
         seconds = time.monotonic() - started
         self.loaded = self._last = _Loaded(version, servers, failed | transfer.failed, transfer, seconds, prepared)

@@ -1,7 +1,7 @@
 """Triton kernels that a trainer and an SGLang server share, so that both compute the same bits for a token.
 
 An element of a result depends on its own row (token) and on its weights, not on the other rows, their number or the
-row's place among them: sums have one fixed order. For bf16 on CUDA.
+row's place among them: sums have one fixed order (but for `row_stats` with `exact=False`). For bf16 on CUDA.
 """
 
 from __future__ import annotations
