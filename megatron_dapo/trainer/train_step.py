@@ -201,7 +201,7 @@ class TrainStep:
                 "until the step is done"
             )
         unscored = state["ref_logprobs"] is None and state["done"] < state["mini_batches"]
-        if policy.needs.reference and unscored and state.get("trains_policy", True):
+        if unscored and state.get("trains_policy", True) and policy.needs.reference:
             raise ConfigError("the checkpoint was saved in mid-step: set algorithm.kl.coefficient after it, not in it")
         step.updates_done = state["done"]
         step.rollout_metrics = state["metrics"]
