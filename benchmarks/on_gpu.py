@@ -184,7 +184,7 @@ def measurements(
     short = (
         f"policy.model={big}", f"data.path={data}/gsm8k_train.jsonl", f"evaluate.data.path={data}/gsm8k_test.jsonl",
         "evaluate.every=0", "reward.grader=python:benchmarks.random_model.even_length",
-        "rollout.dynamic_sampling=false", "rollout.sampler.oversampling=1", "rollout.max_response_tokens=768",
+        *fresh, "rollout.max_response_tokens=768",
         "algorithm.overlong.max_length=768", "algorithm.overlong.cache_length=128", "trainer.prompts_per_step=8",
         "trainer.mini_batch_prompts=4",
         "trainer.steps=4", f"trainer.run_dir={out / 'run_lora_32b'}", "observe.console=plain",
@@ -242,8 +242,8 @@ def measurements(
         # Each of two expert-parallel ranks sends its experts; the server is expert parallel as well.
         Measurement("experts", 300, "megatron-dapo", two_ranks(
             4, "run_experts", "data", unsaved, f"policy.model={experts}", "policy.expert_parallel=2",
-            "reward.grader=python:benchmarks.random_model.even_length", "rollout.dynamic_sampling=false",
-            "rollout.sampler.oversampling=1", "rollout.max_response_tokens=128", "algorithm.overlong.max_length=128",
+            "reward.grader=python:benchmarks.random_model.even_length", *fresh,
+            "rollout.max_response_tokens=128", "algorithm.overlong.max_length=128",
             "algorithm.overlong.cache_length=32", "trainer.gate.max_mean_gap=0.5", "trainer.gate.max_gap=20",
             "trainer.prompts_per_step=16", "trainer.mini_batch_prompts=8",
             "rollout.weights.senders=expert_group", "rollout.weights.keep_snapshot=false",
@@ -259,8 +259,7 @@ def measurements(
                       "format": "marks", "tools": ["calculator"], "max_calls": 6, "open": "<<", "close": ">>",
                       "result": " = {result}",
                   })),
-        short_run("distillation", f"policy.model={out / 'noisy'}", "rollout.dynamic_sampling=false",
-                  "rollout.sampler.oversampling=1", "policy.optimizer.lr=5e-6",
+        short_run("distillation", f"policy.model={out / 'noisy'}", *fresh, "policy.optimizer.lr=5e-6",
                   "algorithm.distillation.urls=[http://127.0.0.1:36000]", "algorithm.distillation.alone=true"),
     ]  # fmt: skip
     te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"

@@ -110,7 +110,7 @@ class WeightSync:
             if loading is not None:
                 loading.cancel()
             raise
-        self._collectives.arrive()
+        self._collectives.arrive()  # nor for a late rank
         if rollouts is not None:
             stream.fill(buckets)
         elif link is not None:

@@ -474,10 +474,8 @@ class SGLangEngine:
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         self._balancer.memory_released = False
-        if all(server.state.down for server in self.servers):
-            await self.supervision.recovered(
-                joins=True
-            )  # else nobody waits: a server that comes later gets a later version
+        if all(server.state.down for server in self.servers):  # else nobody waits: a later server gets a later version
+            await self.supervision.recovered(joins=True)
             while all(s.state.down for s in self.servers) and any(s.admitting.locked() for s in self.servers):
                 await asyncio.sleep(ADMIT_POLL)
         self._updating = True

@@ -232,11 +232,10 @@ class Fleet(Supervision):
         for supervisor in self.supervisors.values():
             supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
-        wait = self._config.servers.start_timeout if joins and self.membership.changes else 0.0
-        until = time.monotonic() + wait
-        while all(server.state.down for server in self._servers.values()):
-            if not self._recovering() and time.monotonic() >= until:
-                break
+        until = time.monotonic() + (self._config.servers.start_timeout if joins and self.membership.changes else 0.0)
+        while all(server.state.down for server in self._servers.values()) and (
+            self._recovering() or time.monotonic() < until
+        ):
             await asyncio.sleep(POLL)
 
     def _recovering(self) -> bool:
