@@ -17,6 +17,8 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_dapo.cli import main as megatron_dapo
@@ -27,10 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 KEY = "ABLATION_SERVER_KEY"  # environment variable: server and trainers get a random key
 
 
-def start_server(
+@contextmanager
+def started_server(
     config_file: str, settings: list[str], share: float, arguments: list[str], logs: Path
-) -> ServerProcess:
-    """Returns when it is ready. It ends with this process."""
+) -> Iterator[list[str]]:
+    """The settings of a run that uses it. The server is ended at the end, or with this process."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended then, too
     os.environ.setdefault(KEY, secrets.token_hex(24))
     config = load_config(config_file, settings)
     servers = config.rollout.servers
@@ -44,14 +48,21 @@ def start_server(
         await server.wait_ready(client)
         await client.close()
 
-    asyncio.run(ready())
-    return server
+    try:
+        asyncio.run(ready())
+        yield [f"rollout.servers.api_key_env={KEY}", f"rollout.servers.urls={json.dumps([server.url])}"]
+    finally:
+        asyncio.run(server.end())
+
+
+def split_arguments() -> tuple[list[str], list[str]]:
+    """Those before `--`, and the server's after it."""
+    own = sys.argv[1:]
+    return (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
 
 
 def main() -> int:
-    own, arguments = sys.argv[1:], []
-    if "--" in own:
-        own, arguments = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, arguments = split_arguments()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(ROOT / "examples/ablations/gsm8k.yaml"))
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[])
@@ -60,17 +71,12 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.25, help="of the GPU memory, for the server (default 0.25)")
     args, rest = parser.parse_known_args(own)
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended, too
-    server = start_server(args.config, args.set, args.share, arguments, args.out / "server")
-    try:
-        settings = [*args.set, f"rollout.servers.api_key_env={KEY}", f"rollout.servers.urls={json.dumps([server.url])}"]
-        words = [word for item in settings for word in ("--set", item)]
+    with started_server(args.config, args.set, args.share, arguments, args.out / "server") as served:
+        words = [word for item in [*args.set, *served] for word in ("--set", item)]
         if args.minutes is not None:
             words += ["--minutes", str(max(0.0, args.minutes - (time.monotonic() - began) / 60))]
         design = [] if "--design" in rest or "--grid" in rest else ["--design", "leave-one-out"]
         return megatron_dapo(["ablate", args.config, "--out", str(args.out), "--discard-runs", *design, *words, *rest])
-    finally:
-        asyncio.run(server.end())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@
 Trains the configuration (the quickstart's, unless --config names another) without its section `algorithm` and with each
 `algorithm.preset`, as `megatron-dapo ablate` trains its combinations: --jobs at a time, and none twice. All train on
 the same number of responses; DAPO generates more, because it replaces groups without a signal. DIR/presets.jsonl has
-every curve; --figure FILE draws mean and range of the seeds (needs matplotlib).
+every curve; --figure FILE draws mean and range of the seeds (needs matplotlib). With `--share` one SGLang server serves
+all runs, one after the other, as in ablation.py; arguments after `--` go to it:
+
+    python benchmarks/presets.py --config examples/ablations/gsm8k.yaml --set policy.model=MODEL --share 0.25 --out DIR
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
+from ablation import split_arguments, started_server
 
 from megatron_dapo.ablation.results import load_results
 from megatron_dapo.ablation.runs import Job, run_jobs
@@ -87,17 +92,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="settings")
-    args = parser.parse_args()
+    parser.add_argument("--share", type=float, help="of the GPU memory, for one server of all runs; --jobs is then 1")
+    own, server_arguments = split_arguments()
+    args = parser.parse_args(own)
     out, raw = args.out.resolve(), yaml.safe_load(args.config.read_text())
     out.mkdir(parents=True, exist_ok=True)
     task = out / "task.yaml"
     task.write_text(yaml.safe_dump({section: keys for section, keys in raw.items() if section != "algorithm"}))
-    jobs = [
-        Job(str(task), (*args.settings, f"algorithm.preset={preset}"), out, preset, seed)
-        for seed in range(args.seeds)
-        for preset in args.presets
-    ]
-    outcomes = run_jobs(jobs, args.jobs, lambda outcome: print(outcome.job, outcome.problem or "done", flush=True))
+    server: AbstractContextManager[list[str]] = nullcontext([])
+    if args.share is not None:
+        server = started_server(str(task), args.settings, args.share, server_arguments, out / "server")
+    with server as served:
+        jobs = [
+            Job(str(task), (*args.settings, *served, f"algorithm.preset={preset}"), out, preset, seed)
+            for seed in range(args.seeds)
+            for preset in args.presets
+        ]
+        at_a_time = args.jobs if args.share is None else 1
+        outcomes = run_jobs(jobs, at_a_time, lambda outcome: print(outcome.job, outcome.problem or "done", flush=True))
     if any(outcome.problem for outcome in outcomes):
         return 1
     curves = [curve(job) for job in sorted(jobs, key=lambda job: args.presets.index(job.combination))]
