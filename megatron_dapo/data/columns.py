@@ -13,13 +13,17 @@ be given as JSON text. Parquet fills absent fields of nested values with null; n
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
+import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -125,6 +129,7 @@ def read_rows(files: list[Path]) -> Iterator[tuple[int, Row | str]]:
 
 
 def _text_rows(file: Path, ending: str) -> Iterator[tuple[int, Row | str]]:
+    csv.field_size_limit(2**31 - 1)  # a long prompt is for the tokenizer to refuse
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         try:
             if ending not in JSON_ENDINGS:
@@ -132,6 +137,7 @@ def _text_rows(file: Path, ending: str) -> Iterator[tuple[int, Row | str]]:
                 yield from enumerate(csv.DictReader(lines, delimiter="\t" if ending == ".tsv" else ","), start=1)
                 return
             for number, line in enumerate(stream, start=1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if ending == ".json" and number == 1 and line.lstrip().startswith(b"["):
                     yield from enumerate(_json_array(line + stream.read(), file), start=1)
                     return
@@ -197,6 +203,7 @@ _TEXTS = {"dapo": DAPO_TEMPLATE, "plain": "{question}", "": "{question}"}
 Message = dict[str, Any]
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
+_MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 _DAPO_START, _DAPO_END = DAPO_TEMPLATE.split("{question}")
 
 
@@ -228,6 +235,8 @@ class MissingColumn(BadRow):
 
 def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     column, value = _find(row, config.question_column, QUESTION_COLUMNS, "question")
+    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value):
+        value = _parsed(value, column)
     messages = _several_turns(value, column, config.template)
     if messages:
         question, system = next(m["content"] for m in reversed(messages) if m["role"] == "user"), ""
@@ -333,7 +342,7 @@ def _without_nulls(value: Any) -> Any:
 def _find(row: dict[str, Any], wanted: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Any]:
     for column in (wanted,) if wanted else usual:
         value: Any = row
-        for part in column.split("."):
+        for part in [column] if column in row else column.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
         if value is not _ABSENT:
             return column, value
@@ -374,7 +383,10 @@ def _answer(value: Any, column: str, marker: str) -> str:
         raise BadRow(f"{column}: the answer is null")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRow(f"{column}: expected text or a number, found {type(value).__name__}")
-    answer = str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"{column}: the answer is {value}")
+    # Without an exponent, which no grader reads as one, and without the `.0` of an integer in a column of floats.
+    answer = f"{Decimal(repr(value)):f}".removesuffix(".0") if isinstance(value, float) else str(value)
     if marker and marker in answer:
         answer = answer.rpartition(marker)[2]
     if not answer.strip():
