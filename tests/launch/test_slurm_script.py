@@ -1,6 +1,7 @@
 """The batch script: its content, that bash accepts it, and that wrong configurations fail before submission."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -278,8 +279,11 @@ def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
     path.write_text("A=1\nNODES=2\n")
     with pytest.raises(ConfigError, match=r"line 2 of .*: NODES is a variable of the batch script"):
         check_job(job_of(raw))
-    path.write_text("A=1\n\n# no value\nB=2\n")
+    path.write_text("A=1\n\n# no value\nB=2")
     check_job(job_of(raw))
+    loop = re.search(r"^while IFS= .*?^done .*?$", script_of(raw), re.DOTALL | re.MULTILINE)[0]
+    read = subprocess.run(["bash", "-c", f'{loop}\necho "$A $B"'], capture_output=True, text=True, check=True)
+    assert read.stdout == "1 2\n"
 
 
 def test_jobs_have_all_memory_of_exclusive_nodes(raw):
