@@ -264,6 +264,11 @@ def test_unmanaged_gpus_are_not_shared_with_other_jobs(raw):
         offered_gpu_request(parse_config(raw), answer("(null)\n"))
 
 
+def test_the_run_directory_has_no_pattern_of_slurm(raw):
+    with pytest.raises(ConfigError, match="Slurm replaces %"):
+        check_job(Job(parse_config(raw), Path("/runs/50%a"), Path("/project")))
+
+
 def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
     path = tmp_path / "secrets"
     raw["slurm"]["environment_file"] = str(path)
@@ -279,7 +284,7 @@ def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
     path.write_text("A=1\nNODES=2\n")
     with pytest.raises(ConfigError, match=r"line 2 of .*: NODES is a variable of the batch script"):
         check_job(job_of(raw))
-    path.write_text("A=1\n\n# no value\nB=2")
+    path.write_bytes(b"A=1\r\n\r\n# no value\nB=2")
     check_job(job_of(raw))
     loop = re.search(r"^while IFS= .*?^done .*?$", script_of(raw), re.DOTALL | re.MULTILINE)[0]
     read = subprocess.run(["bash", "-c", f'{loop}\necho "$A $B"'], capture_output=True, text=True, check=True)
