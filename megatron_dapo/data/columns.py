@@ -94,6 +94,7 @@ def _of_split(folder: Path, files: list[Path], config: PromptFileConfig) -> list
     name; the other folders above it are its configuration."""
     split, wanted = config.split, config.configuration
     names = {file: file.relative_to(folder) for file in files}
+    files = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]  # .ipynb_checkpoints
     of_split = [f for f in files if names[f].name.startswith(split) or split in names[f].parts[:-1]]
     if not of_split and not any(part.startswith(SPLITS) for f in files for part in names[f].parts):
         of_split = files  # the dataset has no splits
@@ -102,8 +103,8 @@ def _of_split(folder: Path, files: list[Path], config: PromptFileConfig) -> list
         raise DataError(f"data.split: {config.path!r} has no parquet file of split {split!r}; it has {listed}")
     found: dict[str, list[Path]] = {}
     for file in of_split:
-        found.setdefault("/".join(part for part in names[file].parts[:-1] if part != split), []).append(file)
-    known = ", ".join(name or "." for name in found)
+        found.setdefault("/".join(part for part in names[file].parts[:-1] if part != split) or ".", []).append(file)
+    known = ", ".join(found)
     if wanted is None and len(found) > 1:
         raise DataError(f"data.configuration: {config.path!r} has several configurations ({known}): name one of them")
     if wanted is not None and wanted not in found:

@@ -351,5 +351,11 @@ def test_folders_and_patterns(tmp_path, tokenizer):
         assert [(p.text, p.meta["line"]) for p in prompts] == [("1+1=", 1), ("2+2=", 2)]
         assert prompts.report.files == [str(tmp_path / "shards" / name) for name in ("a.parquet", "b.parquet")]
     assert [p.text for p in load(str(tmp_path / "set"), tokenizer, split="test")] == ["4+4="]
+    parquet(tmp_path / "set/.ipynb_checkpoints/train-0.parquet", "5+5=")
+    assert [p.text for p in load(str(tmp_path / "set"), tokenizer)] == ["3+3="]
+    parquet(tmp_path / "set/more/train-0.parquet", "6+6=")
+    with pytest.raises(DataError, match=r"several configurations \(more, \.\)"):
+        load(str(tmp_path / "set"), tokenizer)
+    assert [p.text for p in load(str(tmp_path / "set"), tokenizer, configuration=".")] == ["3+3="]
     with pytest.raises(DataError, match="no file matches"):
         load(str(tmp_path / "none*.jsonl"), tokenizer)
