@@ -369,7 +369,8 @@ def _add_convert(sub: Commands) -> None:
         inner, "hf-to-fp8", run,
         "Write a HF Qwen model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"
         "when weight sync sends fp8 (rollout.servers.model, rollout.weights.quantization).",
-        "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8",
+        "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8\n\n"
+        "exit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but some weights are NaN or infinite",
     )  # fmt: skip
     to_fp8.set_defaults(convert="hf_to_fp8")
     to_fp8.add_argument("source", metavar="SRC", help="HF model in bf16")

@@ -7,11 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from published_models import published
 
 from megatron_dapo.arguments import set_log_level, with_set
 from megatron_dapo.cli import main
-from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config import ConfigError, load_config, parse_config
 from megatron_dapo.errors import UserError
+from megatron_dapo.launch.local import print_plan
 
 
 def test_settings_in_hydras_spelling_are_accepted():
@@ -149,3 +151,9 @@ def test_base_files(tmp_path):
         (tmp_path / "c.yaml").write_text(text)
         with pytest.raises(ConfigError, match=re.escape(said)):
             load_config(tmp_path / "c.yaml")
+
+
+def test_brackets_in_paths_are_not_markup(capsys):
+    config = parse_config({"trainer": {"run_dir": "runs/[lr=1e-6] [/seed]"}})
+    print_plan(config, published("Qwen2.5-0.5B"), 1)
+    assert "runs/[lr=1e-6] [/seed] (new)" in capsys.readouterr().err

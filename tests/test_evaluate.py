@@ -414,6 +414,11 @@ def test_the_command(tmp_path, tiny_model, capsys):
     assert len(list((tmp_path / "run" / "eval" / "responses").iterdir())) == 3
     assert main([*arguments, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "results.json").read_text())["problems"] == first["problems"]
+    rows = [{"question": "[INST]1+1=[/INST]", "answer": answer} for answer in "23"]  # markup to rich
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    assert main([*arguments, "--set", "rollout.max_prompt_tokens=20"]) == 0
+    assert "conflicting answers to '[INST]1+1=[/INST]'" in capsys.readouterr().out
     assert main([*arguments, "--model", "/nowhere"]) == 2
     assert "policy.model: /nowhere is not a directory" in capsys.readouterr().err
     closed = ["--set", "rollout.engine=sglang", "--set", "rollout.servers.urls=['http://127.0.0.1:9']"]

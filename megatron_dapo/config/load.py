@@ -206,6 +206,8 @@ def suggestion(path: str) -> str:
     near = _near(leaf, siblings, 0.75) or _near(leaf, inside, 0.8) or _near(leaf, keys, 0.85, partial=False)
     if near:
         return f"; did you mean {' or '.join(map(repr, near))}?"
+    if not siblings:  # the section is unknown, too
+        return suggestion(parent)
     where = f"keys of {parent}" if parent else "sections"
     return f"; {where}: " + ", ".join(key.rpartition(".")[2] for key in siblings) + " (docs/configuration.md)"
 

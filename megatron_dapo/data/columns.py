@@ -13,13 +13,17 @@ be given as JSON text. Parquet fills absent fields of nested values with null; n
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
+import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -90,6 +94,7 @@ def _of_split(folder: Path, files: list[Path], config: PromptFileConfig) -> list
     name; the other folders above it are its configuration."""
     split, wanted = config.split, config.configuration
     names = {file: file.relative_to(folder) for file in files}
+    files = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]  # .ipynb_checkpoints
     of_split = [f for f in files if names[f].name.startswith(split) or split in names[f].parts[:-1]]
     if not of_split and not any(part.startswith(SPLITS) for f in files for part in names[f].parts):
         of_split = files  # the dataset has no splits
@@ -98,8 +103,8 @@ def _of_split(folder: Path, files: list[Path], config: PromptFileConfig) -> list
         raise DataError(f"data.split: {config.path!r} has no parquet file of split {split!r}; it has {listed}")
     found: dict[str, list[Path]] = {}
     for file in of_split:
-        found.setdefault("/".join(part for part in names[file].parts[:-1] if part != split), []).append(file)
-    known = ", ".join(name or "." for name in found)
+        found.setdefault("/".join(part for part in names[file].parts[:-1] if part != split) or ".", []).append(file)
+    known = ", ".join(found)
     if wanted is None and len(found) > 1:
         raise DataError(f"data.configuration: {config.path!r} has several configurations ({known}): name one of them")
     if wanted is not None and wanted not in found:
@@ -125,6 +130,7 @@ def read_rows(files: list[Path]) -> Iterator[tuple[int, Row | str]]:
 
 
 def _text_rows(file: Path, ending: str) -> Iterator[tuple[int, Row | str]]:
+    csv.field_size_limit(2**31 - 1)  # a long prompt is for the tokenizer to refuse
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         try:
             if ending not in JSON_ENDINGS:
@@ -132,6 +138,7 @@ def _text_rows(file: Path, ending: str) -> Iterator[tuple[int, Row | str]]:
                 yield from enumerate(csv.DictReader(lines, delimiter="\t" if ending == ".tsv" else ","), start=1)
                 return
             for number, line in enumerate(stream, start=1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if ending == ".json" and number == 1 and line.lstrip().startswith(b"["):
                     yield from enumerate(_json_array(line + stream.read(), file), start=1)
                     return
@@ -197,6 +204,7 @@ _TEXTS = {"dapo": DAPO_TEMPLATE, "plain": "{question}", "": "{question}"}
 Message = dict[str, Any]
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
+_MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 _DAPO_START, _DAPO_END = DAPO_TEMPLATE.split("{question}")
 
 
@@ -228,6 +236,8 @@ class MissingColumn(BadRow):
 
 def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     column, value = _find(row, config.question_column, QUESTION_COLUMNS, "question")
+    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value):
+        value = _parsed(value, column)
     messages = _several_turns(value, column, config.template)
     if messages:
         question, system = next(m["content"] for m in reversed(messages) if m["role"] == "user"), ""
@@ -333,7 +343,7 @@ def _without_nulls(value: Any) -> Any:
 def _find(row: dict[str, Any], wanted: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Any]:
     for column in (wanted,) if wanted else usual:
         value: Any = row
-        for part in column.split("."):
+        for part in [column] if column in row else column.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
         if value is not _ABSENT:
             return column, value
@@ -374,7 +384,10 @@ def _answer(value: Any, column: str, marker: str) -> str:
         raise BadRow(f"{column}: the answer is null")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRow(f"{column}: expected text or a number, found {type(value).__name__}")
-    answer = str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"{column}: the answer is {value}")
+    # Without an exponent, which no grader reads as one, and without the `.0` of an integer in a column of floats.
+    answer = f"{Decimal(repr(value)):f}".removesuffix(".0") if isinstance(value, float) else str(value)
     if marker and marker in answer:
         answer = answer.rpartition(marker)[2]
     if not answer.strip():

@@ -164,9 +164,10 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
         f"+{config.algorithm.clip_high}",
     }
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
     for name, text in lines.items():
-        table.add_row(f"[bold]{name}[/]", text)
-    Console(file=sys.stderr).print(table)
+        table.add_row(name, text)
+    Console(file=sys.stderr, markup=False).print(table)
 
 
 def _experts(policy: PolicyConfig, shape: ModelShape) -> str:

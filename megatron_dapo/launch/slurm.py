@@ -53,6 +53,8 @@ def check_job(job: Job, shape: ModelShape | None = None) -> ModelShape:
             f"trainer.ranks is {config.trainer.ranks}, but the job has {config.slurm.trainer_nodes} trainer nodes × "
             f"{config.slurm.ranks_per_node} tasks = {config.slurm.ranks} ranks: leave trainer.ranks out"
         )
+    if "%" in str(job.run_dir):
+        raise ConfigError(f"trainer.run_dir is {job.run_dir}: Slurm replaces % in names of logs; choose another name")
     shape = check_run(config, config.slurm.ranks, shape)
     _check_time(config)
     _check_engines(job)

@@ -59,8 +59,8 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
     key = name.lower().replace("_", "-").replace("nvidia-", "")
     if key not in GPUS:
         near = difflib.get_close_matches(key, GPUS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PlanError(f"--gpu: unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; --gpu-memory sets another size")
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise PlanError(f"--gpu: unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; name the one most like it")
     gpu = GPUS[key]
     return gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
 

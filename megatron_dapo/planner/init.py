@@ -54,11 +54,12 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
     if output is None:
         print(text, end="")
         return 0
-    target = Path(output)
-    if target.exists():
-        raise ConfigError(f"{target} exists: name a new file")
-    target.write_text(text)
-    print(f"wrote {target}; next: megatron-dapo train {target} --dry-run")
+    try:
+        with Path(output).open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}): name a new file") from None
+    print(f"wrote {output}; next: megatron-dapo train {output} --dry-run")
     return 0
 
 

@@ -33,7 +33,7 @@ def _configs() -> dict[str, dict[str, object]]:
 
 def model_shape(name: str, key: str = "policy.model") -> ModelShape:
     if not name:
-        raise PlanError("no model is named: set policy.model, or give for example --model Qwen2.5-32B")
+        raise PlanError("no model is named: set policy.model, for example --set policy.model=Qwen2.5-32B")
     try:
         directory = local_model(name, weights=False)
         found = Path(directory).is_dir()

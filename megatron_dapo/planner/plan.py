@@ -338,7 +338,8 @@ class Planner:
     def problems(self, chosen: Choice | None) -> list[str]:
         """What does not fit, with the part that is too large."""
         if chosen is None:
-            return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine"]
+            why = why_illegal(self.task, self.config.policy)  # memory is not to blame if even the layout is impossible
+            return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine", *([why] if why else [])]
         problems, serving, mem = [], chosen.engine, chosen.trainer.fullest
         if not chosen.trainer.fits:
             who = "critic" if mem is chosen.trainer.critic else "trainer"

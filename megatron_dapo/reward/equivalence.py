@@ -42,6 +42,8 @@ _NUMBERS_IN_A_ROW = re.compile(r"\d(?:\s|\\[,;: ]|\\quad)+\d")
 _ASSIGNMENT = re.compile(r"\\?[A-Za-z][A-Za-z_0-9{}()]{0,20}\s*=\s*")
 _SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
 _ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?")
+# 1.5e-3, 2E4, 1e-05; but 2e-1 is Euler's number.
+_SCIENTIFIC = re.compile(r"(\d+\.\d+(?=e)|\d(?=E|e\d|e[+-]\d\d))[eE]([+-]?\d{1,3})(?![\w.^])")
 LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
@@ -49,7 +51,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
     """(correct, reason) if string rules are enough; None if it takes mathematics."""
     if not answer:
         return False, "empty answer"
-    if reference.isdecimal() and answer.isdecimal() and len(answer) <= MAX_DIGITS:  # by far the most frequent case
+    if reference.isdecimal() and answer.isdecimal() and len(answer) <= MAX_DIGITS >= len(reference):  # most cases
         same = int(reference) == int(answer)
         return same, "same number" if same else "different number"
     if same_text(reference, answer):
@@ -181,7 +183,7 @@ def _is_number_list(answer: str) -> bool:
 
 def _latex(text: str) -> str:
     """LaTeX that math-verify reads: no stray dollar signs; units and plain-text operators as LaTeX commands."""
-    text = re.sub(r"\\?\$", "", text)
+    text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", re.sub(r"\\?\$", "", text))
     text = re.sub(r"(?<!\\)%", r"\\%", text).replace("π", r"\pi ").replace("×", r"\times ")
     text = re.sub(r"√\s?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)

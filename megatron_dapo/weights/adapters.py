@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from megatron_dapo.config.families.tensors import Split, Transform
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import LoraConfig
-from megatron_dapo.weights.convert import open_hf
+from megatron_dapo.weights.convert import check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.mapping import (
     ParameterMapping,
@@ -149,9 +150,18 @@ def merge_adapter(
 ) -> int:
     """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type. Returns the
     number of changed tensors."""
+    for source in (model, adapter):
+        check_paths(Path(source), Path(destination), overwrite)
     shape, weights = open_hf(Path(model))
+    if weights.quantised:
+        raise WeightsError(f"{model} is in fp8; merge into the bf16 checkpoint, then use convert hf-to-fp8")
     described = _described(Path(adapter))
-    lora = LoraConfig(rank=described["r"], alpha=described["lora_alpha"], targets=described["target_modules"])
+    try:
+        lora = LoraConfig(rank=described["r"], alpha=described["lora_alpha"], targets=described["target_modules"])
+    except ValidationError:
+        found = {key: described[key] for key in ("r", "lora_alpha", "target_modules")}
+        expected = "r and lora_alpha above 0 and target_modules as a list"
+        raise WeightsError(f"{Path(adapter) / CONFIG_FILE}: expected {expected}, found {found}") from None
     tensors = read_adapter(adapter, shape, lora, base_fingerprint(model))
     changed = {name for name in weights if adapter_name(name, "A") in tensors}
     if 2 * len(changed) != len(tensors) or not list(Path(model).glob("*.safetensors")):

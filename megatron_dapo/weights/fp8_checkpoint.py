@@ -46,6 +46,7 @@ def hf_to_fp8(
     sent = {name: quantised_specs([_spec(weights, name)]) for name in weights.stored}
     total, done = sum(flat_size(specs) for specs in sent.values()), 0
     where: dict[str, str] = {}
+    not_finite: list[str] = []
     with new_directory(dst, total, overwrite=overwrite) as directory:
         for number, names in enumerate(files.values(), 1):
             file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -55,6 +56,8 @@ def hf_to_fp8(
             with (directory / file).open("wb") as out:
                 out.write(header)
                 for name in names:
+                    if not weights[name].isfinite().all():
+                        not_finite.append(f"{weights.stored[name].file}: tensor {name}")
                     for key, data in _tensors(weights, name, sent[name]):
                         out.seek(at[key])
                         done += out.write(data)
@@ -67,7 +70,7 @@ def hf_to_fp8(
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = quantization_config(weights.stored)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return Report(src, dst, len(where), total, time.monotonic() - began, notes=notes)
+    return Report(src, dst, len(where), total, time.monotonic() - began, not_finite, notes)
 
 
 def _spec(weights: HFReader, name: str) -> TensorSpec:

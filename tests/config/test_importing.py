@@ -280,5 +280,7 @@ def test_explain(capsys, key, said):
 
 
 def test_explain_of_an_unknown_key_suggests_one(capsys):
+    assert main(["explain", "nothing.at.all"]) == 2
+    assert "; sections: policy, rollout" in capsys.readouterr().err
     assert main(["explain", "rollout.smapler"]) == 2
     assert "did you mean 'rollout.sampler'?" in capsys.readouterr().err

@@ -31,9 +31,10 @@ def one(tmp_path, tokenizer, row, **settings):
 
 
 def test_several_turns_are_rendered_as_they_are(tmp_path, tokenizer):
-    prompt = one(tmp_path, tokenizer, {"messages": TURNS, "answer": 4})
-    assert prompt.text == tokenizer.decode(prompt.tokens) == TEXT
-    assert (prompt.answer, prompt.meta["question"], prompt.meta["messages"]) == ("4", "2+2=", TURNS)
+    for messages in (TURNS, json.dumps(TURNS)):
+        prompt = one(tmp_path, tokenizer, {"messages": messages, "answer": 4})
+        assert prompt.text == tokenizer.decode(prompt.tokens) == TEXT
+        assert (prompt.answer, prompt.meta["question"], prompt.meta["messages"]) == ("4", "2+2=", TURNS)
 
 
 def test_the_text_of_a_template_replaces_the_last_question_only(tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -229,6 +230,24 @@ def test_columns_by_dotted_path_and_the_answer_marker(tmp_path, tokenizer):
     assert (prompt.text, prompt.answer) == ("1+1=", "3")
     (prompt,) = load(path, tokenizer, question_column="x.text", answer_column="z", answer_marker="")
     assert prompt.answer == "so 1+1 #### 2 #### 3"
+    path = write(tmp_path / "flat.jsonl", [{"x.text": "1+1=", "reward_model.ground_truth": 2}])
+    (prompt,) = load(path, tokenizer, question_column="x.text")
+    assert (prompt.text, prompt.answer) == ("1+1=", "2")
+
+
+def test_numbers_are_written_as_a_response_would(tmp_path, tokenizer):
+    """A column of floats holds integers, too: no grader reads 1e+20 as a number, and to `dapo` 42.0 is not 42."""
+    answers = {42.0: "42", -3.0: "-3", 0.5: "0.5", 1e20: "1" + 20 * "0", 1e-07: "0.0000001", 10**30: "1" + 30 * "0"}
+    rows = [{"question": f"{i}+{i}=", "answer": answer} for i, answer in enumerate([*answers, math.nan, -math.inf])]
+    prompts = load(write(tmp_path / "n.jsonl", rows), tokenizer)
+    assert [p.answer for p in prompts] == [*answers.values()]
+    assert dict(prompts.report.bad) == {7: "answer: the answer is nan", 8: "answer: the answer is -inf"}
+
+
+def test_a_huge_field_of_a_table_is_a_prompt_that_is_too_long(tmp_path, tokenizer):
+    (tmp_path / "rows.csv").write_text(f"question,answer\n{'1+' * 100_000},2\n1+1=,2\n")
+    prompts = load(str(tmp_path / "rows.csv"), tokenizer, limit=100)
+    assert [p.text for p in prompts] == ["1+1="] and prompts.report.too_long == [(1, 200_000)]
 
 
 def test_a_template_without_the_question_is_refused():
@@ -296,6 +315,8 @@ CSV = "question,answer\r\n1+1=,2\r\n2+2=,4\r\n"
     ("name", "data"),
     [
         ("rows.json", json.dumps(ROWS, indent=1).encode()),
+        ("rows.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+        ("rows.jsonl", b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, ROWS)).encode()),
         ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
         ("rows.jsonl.gz", gzip.compress("\n".join(map(json.dumps, ROWS)).encode())),
         ("rows.csv", b"\xef\xbb\xbf" + CSV.encode()),
@@ -330,5 +351,11 @@ def test_folders_and_patterns(tmp_path, tokenizer):
         assert [(p.text, p.meta["line"]) for p in prompts] == [("1+1=", 1), ("2+2=", 2)]
         assert prompts.report.files == [str(tmp_path / "shards" / name) for name in ("a.parquet", "b.parquet")]
     assert [p.text for p in load(str(tmp_path / "set"), tokenizer, split="test")] == ["4+4="]
+    parquet(tmp_path / "set/.ipynb_checkpoints/train-0.parquet", "5+5=")
+    assert [p.text for p in load(str(tmp_path / "set"), tokenizer)] == ["3+3="]
+    parquet(tmp_path / "set/more/train-0.parquet", "6+6=")
+    with pytest.raises(DataError, match=r"several configurations \(more, \.\)"):
+        load(str(tmp_path / "set"), tokenizer)
+    assert [p.text for p in load(str(tmp_path / "set"), tokenizer, configuration=".")] == ["3+3="]
     with pytest.raises(DataError, match="no file matches"):
         load(str(tmp_path / "none*.jsonl"), tokenizer)

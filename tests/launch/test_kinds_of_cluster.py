@@ -91,7 +91,7 @@ def jobs(cluster, tmp_path_factory):
     script(folder / "apptainer", APPTAINER)
     (folder / "dapo.sif").touch()
     (folder / "slow.py").write_text(SLOW)
-    (folder / "secrets").write_text("# of the tests\nTOKEN=a b'c\n")
+    (folder / "secrets").write_text("# of the tests\nTOKEN=a b'c")
     (folder / "secrets").chmod(0o600)
     prompts = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(600)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))

@@ -1,6 +1,7 @@
 """The batch script: its content, that bash accepts it, and that wrong configurations fail before submission."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -263,6 +264,11 @@ def test_unmanaged_gpus_are_not_shared_with_other_jobs(raw):
         offered_gpu_request(parse_config(raw), answer("(null)\n"))
 
 
+def test_the_run_directory_has_no_pattern_of_slurm(raw):
+    with pytest.raises(ConfigError, match="Slurm replaces %"):
+        check_job(Job(parse_config(raw), Path("/runs/50%a"), Path("/project")))
+
+
 def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
     path = tmp_path / "secrets"
     raw["slurm"]["environment_file"] = str(path)
@@ -278,8 +284,11 @@ def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
     path.write_text("A=1\nNODES=2\n")
     with pytest.raises(ConfigError, match=r"line 2 of .*: NODES is a variable of the batch script"):
         check_job(job_of(raw))
-    path.write_text("A=1\n\n# no value\nB=2\n")
+    path.write_bytes(b"A=1\r\n\r\n# no value\nB=2")
     check_job(job_of(raw))
+    loop = re.search(r"^while IFS= .*?^done .*?$", script_of(raw), re.DOTALL | re.MULTILINE)[0]
+    read = subprocess.run(["bash", "-c", f'{loop}\necho "$A $B"'], capture_output=True, text=True, check=True)
+    assert read.stdout == "1 2\n"
 
 
 def test_jobs_have_all_memory_of_exclusive_nodes(raw):

@@ -29,6 +29,8 @@ def test_a_planned_configuration_is_valid_and_fits(model, gpus, expected, tmp_pa
     if gpus:
         assert main(["plan", str(file), "--gpus", str(gpus)]) == 0 and "Predicted" in file.read_text()
     assert main(words) == 2 and "name a new file" in capsys.readouterr().err
+    words[-1] = str(tmp_path / "none" / "run.yaml")
+    assert main(words) == 2 and "No such file or directory" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_refused(capsys):

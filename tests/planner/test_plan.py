@@ -62,6 +62,16 @@ def test_tp1_does_not_fit_and_says_why():
     assert "gradients with 122.1 GiB" in plan.problems[0]
 
 
+@pytest.mark.parametrize(("gpus", "positions", "why"), [
+    (8, 256, "the model has 256 positions"), (100_000, 32768, "100000 data-parallel ranks share 512 samples")
+])  # fmt: skip
+def test_what_is_impossible_is_not_called_a_lack_of_memory(gpus, positions, why, model_dir, capsys):
+    config = CONFIGS["Qwen2.5-0.5B"] | {"max_position_embeddings": positions}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(model_dir), "--gpus", str(gpus)]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_smallest_change_fits_and_is_one_key():
     plan = plan_32b(recompute="full")
     assert len(plan.changes) == 1

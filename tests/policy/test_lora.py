@@ -30,6 +30,7 @@ from megatron_dapo.weights.adapters import (
     merge_adapter,
     read_adapter,
 )
+from megatron_dapo.weights.fp8_checkpoint import hf_to_fp8
 from megatron_dapo.weights.mapping import WeightsError, parameter_mappings
 from megatron_dapo.weights.model_weights import use_server_weights
 
@@ -153,6 +154,7 @@ def oracle(request, tmp_path_factory):
         ("adapter_config.json", None, "is not a PEFT adapter: it has no adapter_config.json"),
         ("adapter_config.json", b"{", "adapter_config.json cannot be read: JSONDecodeError"),
         ("adapter_config.json", b'{"r": 4}', "adapter_config.json cannot be read: KeyError: 'lora_alpha'"),
+        ("adapter_config.json", b'{"r": 4, "lora_alpha": 8, "target_modules": ".*_proj"}', "target_modules as a list"),
         ("adapter_model.safetensors", b"cut off", "adapter_model.safetensors cannot be read"),
     ],
 )
@@ -176,6 +178,17 @@ def test_a_merged_model_is_replaced_only_when_asked(tmp_path, capsys):
     assert main(command) == 0
     assert main(command) == 2 and "--overwrite" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
+    assert main([*command[:-1], str(base), "--overwrite"]) == 2
+    assert "must be outside the source" in capsys.readouterr().err
+
+
+def test_an_adapter_is_not_added_to_fp8_values(tmp_path):
+    """They are not the weights: their scales are tensors of their own."""
+    shape = synthetic_shape("dense")
+    hf_to_fp8(hf_weights(hf_model(shape), tmp_path / "base"), tmp_path / "fp8")
+    write_peft(tmp_path / "adapter", random_adapters(adapter_mappings(shape, LORA["rank"])))
+    with pytest.raises(WeightsError, match="is in fp8; merge into the bf16 checkpoint"):
+        merge_adapter(tmp_path / "fp8", tmp_path / "adapter", str(tmp_path / "merged"))
 
 
 def as_served(tensors, wrong):

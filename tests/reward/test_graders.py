@@ -193,3 +193,8 @@ def test_numbers_are_read_exactly(text, value):
 def test_plain_numbers_that_differ_need_no_mathematics():
     assert decide("42.5", "42.50") == (True, "same number") and decide("42.5", "43") == (False, "different number")
     assert decide("1/3", "0.33") is None  # rounding is math-verify's decision
+
+
+def test_a_reference_with_thousands_of_digits_is_compared_as_text():
+    assert decide("9" * 5000, "9" * 5000) == (True, "same text")
+    assert decide("9" * 5000, "42") is None

@@ -80,6 +80,10 @@ def test_impossible_settings_are_named(capsys):
     assert "tensor_parallel 4: 2 ranks cannot hold" in said
     assert main([*COMMAND, "--sweep", "policy.tensor_parallel"]) == 2
     assert "expected KEY=VALUE" in capsys.readouterr().err
+    assert main([*COMMAND, "--sweep", "engine_gpus=1,all"]) == 2
+    assert "expected numbers of GPUs" in capsys.readouterr().err
+    assert main([*COMMAND, "--kept", "0.0001"]) == 2
+    assert "0 of 16 groups were kept" in capsys.readouterr().err
     assert main([*COMMAND, "--set", "rollout.engine=embedded"]) == 2
     assert "only SGLang servers are simulated" in capsys.readouterr().err
     assert main([*COMMAND, "--from", "nowhere"]) == 2

@@ -1,10 +1,11 @@
 """Weights in fp8: what the sender sends is what the format says, from every layout, and what the servers start with."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megatron_dapo.cli import main
@@ -186,6 +187,15 @@ def test_the_command_refuses_what_it_cannot_serve(models, served, tmp_path, caps
     ):
         with pytest.raises(ConfigError, match=r"it needs engine sglang and servers\.model"):
             parse_config({"rollout": rollout})
+
+
+def test_weights_that_are_not_finite_are_named(models, tmp_path, capsys):
+    shutil.copytree(models["qwen2"], tmp_path / "nan")
+    tensors = load_file(tmp_path / "nan/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, tmp_path / "nan/model.safetensors", metadata={"format": "pt"})
+    assert main(["convert", "hf-to-fp8", str(tmp_path / "nan"), str(tmp_path / "out")]) == 3
+    assert "tensor model.layers.1.mlp.up_proj.weight has values that are NaN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])

@@ -58,3 +58,14 @@ def test_other_exports_keep_the_card_of_their_source(run, tmp_path):
     (run / "config.yaml").unlink()
     megatron_to_hf(run, tmp_path / "out")
     assert (tmp_path / "out/README.md").read_text() == "the base"
+
+
+def test_paths_may_be_relative(run, tmp_path, monkeypatch):
+    """Of a step in its folder, and of a model that no run has written."""
+    monkeypatch.chdir(run / "checkpoints")
+    megatron_to_hf("step_5", tmp_path / "out")
+    assert "| steps | 5 |" in (tmp_path / "out/README.md").read_text()
+    (run / "checkpoints/step_5/policy").rename(tmp_path / "converted")
+    monkeypatch.chdir(tmp_path)
+    megatron_to_hf("converted", "other")
+    assert (tmp_path / "other/README.md").read_text() == "the base"

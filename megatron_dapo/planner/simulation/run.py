@@ -63,11 +63,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run, on a virtual clock that starts at 0."""
-    loop = VirtualClockLoop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(coroutine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +167,7 @@ class _Run:
         self.batches: asyncio.Queue[tuple[StepBatch, float]] = asyncio.Queue()
         self.trained = asyncio.Condition()
         self.steps_trained = 0
-        collecting = asyncio.ensure_future(self._collect_all())
-        for step in range(self.count):
-            await self._train(step)
-        await collecting
+        await asyncio.gather(self._collect_all(), self._train_all())
         self.result.trace = self.engine.trace
         return self.result
 
@@ -205,6 +199,10 @@ class _Run:
         """A batch may be collected `staleness` steps ahead of the trainer."""
         async with self.trained:
             await self.trained.wait_for(lambda: self.steps_trained >= step - self.setting.staleness)
+
+    async def _train_all(self) -> None:
+        for step in range(self.count):
+            await self._train(step)
 
     async def _train(self, step: int) -> None:
         setting, began = self.setting, self.clock()
@@ -284,6 +282,8 @@ def parse_sweep(texts: list[str]) -> dict[str, list[str]]:
         if not equals or not values:
             raise SimulationError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
         found[key] = values.split(",")
+        if key == SPLIT and not all(map(str.isdecimal, found[key])):
+            raise SimulationError(f"--sweep {text}: expected numbers of GPUs, for example {SPLIT}=32,64")
     return found
 
 
@@ -299,11 +299,11 @@ def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
         if SPLIT in values:
             cluster = replace(cluster, engine_gpus=int(values[SPLIT]))
         setting, parts = make_setting(inputs, config, cluster)
+        return Variant(values, simulate(setting, inputs.steps, inputs.seed), parts)
     except UserError as error:
         if not values:
             raise
         return Variant(values, None, problem=str(error))
-    return Variant(values, simulate(setting, inputs.steps, inputs.seed), parts)
 
 
 def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Setting, int]:
