@@ -201,16 +201,20 @@ def _private(path: str, flags: int) -> int:
 
 def _free_port(host: str, first: int, taken: set[int]) -> int:
     for port in range(first, min(first + 1000, 65536)):
-        if port in taken:
-            continue
-        with socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                trial.bind((host, port))
-            except OSError:
-                continue
-        return port
+        if port not in taken and is_free(host, port):
+            return port
     raise EngineError(f"no free port on {host} from {first} on (rollout.servers.port)")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 class ExternalServer:

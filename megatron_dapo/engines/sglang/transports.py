@@ -32,7 +32,7 @@ from megatron_dapo.engines.sglang.response_parser import updating_label
 from megatron_dapo.engines.sglang.weight_proof import SentChecksums, Sums, checksums_of
 from megatron_dapo.errors import EngineError
 from megatron_dapo.files import read_safetensors_directory, unpacked
-from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, flatten, specs_of
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, Manifest, RemoteBucket, bucket_in, flatten, specs_of
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.sync.remote_sender import SenderLink
 from megatron_dapo.sync.shared_bucket import SharedBucket, packed, share, shared_memory
@@ -41,44 +41,22 @@ from megatron_dapo.weights.adapters import adapter_config
 from megatron_dapo.weights.tensor_spec import flat_size
 
 
-class WeightManifest:
-    """The tensors that an update must contain: exactly those of the model that the servers were started with. Names and
-    shapes are from the safetensors headers of its directory; without one everything is accepted. Tensors that are never
-    synced (a vision tower, multi-token prediction) are not part of an update, and experts have one name each."""
+class WeightManifest(Manifest):
+    """Of the model that the servers were started with. Names and shapes are from the safetensors headers of its
+    directory; without one everything is accepted. Tensors that are never synced (a vision tower, multi-token
+    prediction) are not part of an update, and experts have one name each."""
 
     def __init__(self, model: str | Path) -> None:
         file = Path(model) / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
         family = find_family(config)
         carried = family.carried if family else ()
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         if str(model) and any(Path(model).glob("*.safetensors")):
             stored = unpacked(read_safetensors_directory(model))
-            self._shapes = {name: tensor.shape for name, tensor in stored.items() if not name.startswith(carried)}
-        self._tied = bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
-        self._seen: set[str] = set()
-
-    def begin(self) -> None:
-        self._seen = set()
-
-    def check(self, bucket: Bucket) -> str:
-        """What is wrong with the bucket, or an empty string."""
-        for spec in specs_of(bucket):
-            name = spec.name
-            if name in self._seen:
-                return f"tensor {name!r} was sent twice"
-            self._seen.add(name)
-            expected = self._shapes.get(name)
-            if self._shapes and expected is None and not (self._tied and name == "lm_head.weight"):
-                return f"the model has no tensor {name!r}"
-            if expected is not None and expected != spec.shape:
-                return f"tensor {name!r} has shape {spec.shape}, expected {expected}"
-        return ""
-
-    def missing(self) -> str:
-        optional = {"lm_head.weight"} if self._tied else set()
-        absent = sorted(set(self._shapes) - self._seen - optional)
-        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""
+            shapes = {name: tensor.shape for name, tensor in stored.items() if not name.startswith(carried)}
+        tied = config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings")
+        super().__init__(shapes, tied=bool(tied))
 
 
 Errors = dict[str, BaseException]  # by the server's name
