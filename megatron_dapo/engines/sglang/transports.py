@@ -24,8 +24,8 @@ import torch
 from megatron_dapo.config.families import find_family
 from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.sglang.client import ADAPTER_PREFIX, FLATTENED, SGLangClient
-from megatron_dapo.engines.sglang.http import failures, wait_for_living
+from megatron_dapo.engines.sglang.client import ADAPTER_PREFIX, FLATTENED, SGLangClient, call_living
+from megatron_dapo.engines.sglang.http import failures
 from megatron_dapo.engines.sglang.in_server.megatron_dapo_checksums import sha256
 from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.response_parser import updating_label
@@ -171,9 +171,8 @@ class DiskTransport(Transport):
             return transfer
         path = str(self._snapshot.commit())
         timeout, flush = self._config.timeout, self._config.flushes_cache
-        calls = {server.name: server.load_from_disk(path, timeout, flush=flush) for server in servers}
-        answers = {server.name: server.answers for server in servers}
-        transfer.failed |= failures(await wait_for_living(calls, answers, float("inf")))
+        results = await call_living(servers, lambda server: server.load_from_disk(path, timeout, flush=flush))
+        transfer.failed |= failures(results)
         await self._read_checksums(transfer)
         return transfer
 
@@ -284,12 +283,10 @@ class TensorTransport(DirectTransport):
             except EngineError as error:
                 return {server.name: error for server in servers}
         timeout = self._config.timeout
-        calls = {server.name: server.load_tensors(payloads[server.name], timeout) for server in servers}
-        answers = {server.name: server.answers for server in servers}
-        failed = failures(await wait_for_living(calls, answers, float("inf")))
+        results = await call_living(servers, lambda server: server.load_tensors(payloads[server.name], timeout))
         if self._link is not None:
             self._link.done(number)
-        return failed
+        return failures(results)
 
     async def _payloads(
         self,
@@ -435,9 +432,7 @@ class AdapterTransport(Transport):
             payloads = {"serialized_named_tensors": [shared[server.on_this_host].payload] * server.tensor_parallel}
             return server.load_adapter(name, version, body | payloads, self._config.timeout)
 
-        answers = {server.name: server.answers for server in servers}
-        calls = {server.name: load(server) for server in servers}
-        return failures(await wait_for_living(calls, answers, float("inf")))
+        return failures(await call_living(servers, load))
 
     @cached_property
     def _description(self) -> dict[str, Any]:
