@@ -209,7 +209,7 @@ class ElasticRun:
         servers = ServerConfig(
             device="cpu", python=python, dtype="float32", start_timeout=600, api_key_env=API_KEY_VARIABLE
         )
-        servers.demand(checksums=True)
+        servers.demand(computes_checksums=True)
         command = sglang_command if python else fake_command
         model = str(write_model(folder / "model"))
         self.servers = [ServerProcess(model, servers, index, folder / "logs", command) for index in range(6)]

@@ -76,6 +76,7 @@ from megatron_dapo.types import Tokens, as_tokens
 from megatron_dapo.weights.adapters import adapter_mappings
 from megatron_dapo.weights.fp8_checkpoint import hf_to_fp8
 from megatron_dapo.weights.model_weights import WHOLE, load_hf_weights
+from megatron_dapo.weights.tensor_spec import flat_size
 
 RANDOM_MODELS = ("dense", "moe")
 
@@ -242,7 +243,7 @@ def run_model(args: argparse.Namespace, kind: str, model: Path, runtime: Runtime
     dummy = kind != "real"
     first = settings(args, model, args.transports[0], dummy)
     trainer = Trainer(first, runtime, model, load=not dummy)
-    limit = copy_seconds(min(trainer.weights.total_bytes, 8 << 30), runtime.device)
+    limit = copy_seconds(min(sum(flat_size(plan.specs) for plan in trainer.weights.plans), 8 << 30), runtime.device)
     for transport in args.transports if kind == "real" else args.transports[:1]:
         config = settings(args, model, transport, dummy)
         asyncio.run(measure(args, trainer, config, f"{kind} {transport}", limit))

@@ -146,6 +146,18 @@ def set_aside(path: Path) -> Path:
     return target
 
 
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system that `path` is on, or would be on: ext4, nfs4, lustre, tmpfs, …"""
+    best, kind = Path("/"), "an unknown file system"
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            _, mount, found, *_ = line.split(" ")
+            point = Path(mount.encode().decode("unicode_escape"))
+            if path.absolute().is_relative_to(point) and len(point.parts) >= len(best.parts):
+                best, kind = point, found
+    return kind
+
+
 def is_full(error: BaseException) -> bool:
     """Whether a write failed because there is no room, also if the OSError is the cause of `error`."""
     return any(isinstance(found, OSError) and found.errno in NO_ROOM for found in (error, error.__cause__))

@@ -328,3 +328,22 @@ class StepBatch:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> StepBatch:
         return cls(state["step"], [Group.from_state(g) for g in state["groups"]], dict(state["metrics"]))
+
+
+@dataclass(slots=True, frozen=True)
+class SamplerProgress:
+    """The progress of `Sampler.collect`, for displays. Counts are groups unless the name says otherwise."""
+
+    step: int
+    needed: int
+    kept: int
+    dropped: dict[str, int]
+    in_flight: int
+    running_requests: int
+    finished_samples: int
+    response_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.response_tokens / self.seconds if self.seconds > 0 else 0.0

@@ -15,15 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dapo.ablation.designs import Design, Variant, effects, variants
+from megatron_dapo.ablation.designs import Design, effects, variants
 from megatron_dapo.ablation.results import load_results, make_table, write_ablation_page
 from megatron_dapo.ablation.runs import Job, Outcome, run_jobs
 from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
-
-__all__ = ["Variant", "run_ablation", "variants"]
 
 
 def run_ablation(
@@ -38,8 +36,6 @@ def run_ablation(
     discard: bool = False,
 ) -> int:
     """Trains what is missing and writes the results. 0 if every run has finished, else 1."""
-    if seeds < 1:
-        raise UserError(f"--seeds is {seeds}: each variant needs at least one run")
     tasks = {task_folder(file, config_files, out): file for file in config_files}
     if len(tasks) < len(config_files):
         raise UserError(f"expected files with different names, found {', '.join(config_files)}")

@@ -72,7 +72,6 @@ def write_files(
     folder: Path,
     files: Sequence[CheckpointFile],
     *,
-    threads: int = THREADS,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, FileRecord]:
     """Writes and syncs all files below `folder`. After an error the others are given up, and it is raised as a
@@ -88,7 +87,7 @@ def write_files(
 
     for parent in {(folder / file.name).parent for file in files}:
         parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="checkpoint") as pool:
+    with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="checkpoint") as pool:
         largest_first = sorted(files, key=lambda file: -file.size)
         pending = [(file, pool.submit(write, file)) for file in largest_first]
         errors = [error for _, future in pending if (error := future.exception()) is not None]
@@ -129,9 +128,9 @@ def _bytes_of(part: bytes | Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def damaged_files(folder: Path, expected: Mapping[str, FileRecord], *, threads: int = THREADS) -> list[str]:
+def damaged_files(folder: Path, expected: Mapping[str, FileRecord]) -> list[str]:
     """Reads the files and returns one line for each that is missing, unreadable or not as it was written."""
-    with ThreadPoolExecutor(max_workers=threads) as pool:
+    with ThreadPoolExecutor(max_workers=THREADS) as pool:
         largest_first = sorted(expected.items(), key=lambda item: -item[1].bytes)
         found = pool.map(lambda item: _damage(folder / item[0], item[1]), largest_first)
         return [line for line in found if line]
@@ -170,11 +169,6 @@ class HostBuffers:
         self._device = device
         self._chunks: list[Tensor] = []
         self._used: list[int] = []
-
-    @property
-    def held(self) -> int:
-        """Bytes of host memory taken so far."""
-        return sum(chunk.numel() for chunk in self._chunks)
 
     def missing(self, sizes: Iterable[int]) -> int:
         """Bytes that `reserve` would take for copies of these sizes."""

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dapo.checkpoints.files import CheckpointFile, HostBuffers, write_files
+from megatron_dapo.checkpoints.files import CheckpointFile, HostBuffers
 from megatron_dapo.errors import CheckpointError
 from megatron_dapo.files import safetensors_header
 from megatron_dapo.policy.megatron.optimizer_state import (
@@ -68,17 +68,6 @@ SMALL_FILE = 64 << 20  # there are fewer files where they would be smaller than 
 
 class DoesNotFit(CheckpointError):
     """The checkpoint is of another model or of other settings."""
-
-
-def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
-    """Collective. Writes the checkpoint and returns when all ranks have written it. The directory may exist."""
-    error: Exception | None = None
-    files = policy_files(policy)
-    try:
-        write_files(Path(directory), files)
-    except CheckpointError as found:
-        error = found
-    policy.runtime.raise_together(error, "writing the checkpoint")
 
 
 def policy_files(policy: Policy, buffers: HostBuffers | None = None, step: int = 0) -> list[CheckpointFile]:
@@ -231,7 +220,7 @@ def host_sizes(policy: Policy) -> list[int]:
 
 
 def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
-    """Collective. Weights, optimizer and update count of a checkpoint that `save_policy` wrote, at any layout."""
+    """Collective. Weights, optimizer and update count of a checkpoint of `policy_files`, at any layout."""
     _require(directory)
     if policy.trains_adapters:
         _check_base(policy, Path(directory))

@@ -228,19 +228,18 @@ TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 WEIGHTS = ["*.safetensors"]
 
 
-def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """The configuration with `policy.model` and `critic.model` as directories. Without `weights` only the small files
-    are needed."""
+def with_local_model(config: Config) -> Config:
+    """The configuration with `policy.model` and `critic.model` as directories."""
     for section in ("policy", "critic"):
         given = getattr(config, section)
-        directory = local_model(given.model, weights=weights, key=f"{section}.model")
+        directory = local_model(given.model, key=f"{section}.model")
         if directory != given.model:
             config = config.model_copy(update={section: given.model_copy(update={"model": directory})})
     return config
 
 
 def local_model(name: str, *, weights: bool = True, key: str = "policy.model") -> str:
-    """The directory of a model of the hub; any other text as it is."""
+    """The directory of a model of the hub; any other text as it is. Without `weights`: of its small files."""
     if not name or Path(name).exists() or not HUB_ID.fullmatch(name) or name.endswith((".json", ".safetensors")):
         return name
     from huggingface_hub import snapshot_download

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -34,6 +34,16 @@ class EmbeddedConfig(Section):
 def is_source(url: str) -> bool:
     """Whether it names servers that may come and go, and is not the address of one."""
     return url.startswith(("file://", "dns://", "listen://"))
+
+
+class ServerDemands(NamedTuple):
+    """What other sections ask of the servers, which are started with section `rollout.servers` alone."""
+
+    returns_experts: bool = False  # of each token (policy.routing_replay: engine)
+    loads_packed_experts: bool = False  # the experts of a layer at once (rollout.weights.pack_experts)
+    computes_checksums: bool = False  # of the weights that they were sent (rollout.weights.proof: checksum)
+    exact: bool = False  # they compute with the trainer's kernels (policy.true_on_policy)
+    lora: LoraConfig = LoraConfig()  # the adapters that they load (rollout.weights.transport: adapter); rank 0: none
 
 
 class ServerConfig(Section):
@@ -104,12 +114,7 @@ class ServerConfig(Section):
     restarts: int = Field(3, ge=0, description="How often one server is restarted after a failure.")
     restart_recovery: float = Field(1800.0, gt=0, description="Seconds of service that restore one restart.")
 
-    # What other sections ask of the servers, which are started with this section alone.
-    _returns_experts: bool = PrivateAttr(False)
-    _loads_packed_experts: bool = PrivateAttr(False)
-    _computes_checksums: bool = PrivateAttr(False)
-    _exact: bool = PrivateAttr(False)
-    _lora: LoraConfig = PrivateAttr(default_factory=LoraConfig)
+    _demands: ServerDemands = PrivateAttr(ServerDemands())
 
     @property
     def server_count(self) -> int:
@@ -121,45 +126,12 @@ class ServerConfig(Section):
         return [url for url in self.urls if not is_source(url)]
 
     @property
-    def returns_experts(self) -> bool:
-        """Servers report the experts that computed each token (policy.routing_replay: engine)."""
-        return self._returns_experts
+    def demands(self) -> ServerDemands:
+        return self._demands
 
-    @property
-    def loads_packed_experts(self) -> bool:
-        """Servers load the experts of a layer at once (rollout.weights.pack_experts)."""
-        return self._loads_packed_experts
-
-    @property
-    def computes_checksums(self) -> bool:
-        """Servers say what they hold of the weights that they were sent (rollout.weights.proof: checksum)."""
-        return self._computes_checksums
-
-    @property
-    def exact(self) -> bool:
-        """Servers compute with the trainer's kernels (policy.true_on_policy)."""
-        return self._exact
-
-    @property
-    def lora(self) -> LoraConfig:
-        """The adapters that servers load (rollout.weights.transport: adapter); rank 0: none."""
-        return self._lora
-
-    def demand(
-        self,
-        *,
-        experts: bool | None = None,
-        packed_experts: bool | None = None,
-        checksums: bool | None = None,
-        exact: bool | None = None,
-        lora: LoraConfig | None = None,
-    ) -> None:
+    def demand(self, **changes: Any) -> None:
         """Only while a configuration is validated."""
-        self._returns_experts = self._returns_experts if experts is None else experts
-        self._loads_packed_experts = self._loads_packed_experts if packed_experts is None else packed_experts
-        self._computes_checksums = self._computes_checksums if checksums is None else checksums
-        self._exact = self._exact if exact is None else exact
-        self._lora = self._lora if lora is None else lora
+        self._demands = self._demands._replace(**changes)
 
     def sample_seconds(self, tokens: int) -> float:
         """How long one server may take for a sample of at most `tokens` tokens."""
@@ -434,8 +406,8 @@ class RolloutConfig(Section):
             )
         merged = not self.sends_adapters
         self.servers.demand(
-            packed_experts=weights.pack_experts and weights.transport != "disk" and merged,
-            checksums=weights.proof == "checksum" and merged,
+            loads_packed_experts=weights.pack_experts and weights.transport != "disk" and merged,
+            computes_checksums=weights.proof == "checksum" and merged,
         )
         if not merged:
             self._check_adapters()

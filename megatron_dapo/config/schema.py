@@ -271,14 +271,16 @@ class Config(Section):
             "rollout.servers.dtype": servers.dtype not in ("auto", "bfloat16"),
             "rollout.weights.quantization": rollout.weights.quantization != "none",
         }  # fmt: skip
-        changed = [key for key, value in other.items() if value and (servers.exact or key == "policy.lora.rank")]
+        changed = [
+            key for key, value in other.items() if value and (rollout.engine == "sglang" or key == "policy.lora.rank")
+        ]
         if changed:
             why = "trainer and engine compute the same products, on one device"
             raise ValueError(f"policy.true_on_policy needs the default of {', '.join(changed)}: {why}")
 
     def _check_routing_replay(self) -> None:
         mode = self.policy.routing_replay
-        self.rollout.servers.demand(experts=mode == "engine")
+        self.rollout.servers.demand(returns_experts=mode == "engine")
         if mode == "engine" and self.rollout.engine != "sglang":
             raise ValueError(
                 f"policy.routing_replay is engine, but rollout.engine is {self.rollout.engine}: only SGLang's servers "

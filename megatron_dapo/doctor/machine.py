@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from megatron_dapo.data import load_tokenizer
 from megatron_dapo.doctor.check import Check, CommandRunner, last_line, run_command
 from megatron_dapo.doctor.software import sglang_pairing
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import file_system
 from megatron_dapo.weights.locate import check_model_directory
 
 SGLANG_PROBE = "import torch, sglang; print('found', sglang.__version__, torch.__version__)"
@@ -42,7 +42,10 @@ def existing_parent(path: Path) -> Path:
 
 
 def run_directory(
-    run_dir: Path, nodes: int = 1, clock: Callable[[], float] = time.perf_counter, mounts: Path = Path("/proc/mounts")
+    run_dir: Path,
+    nodes: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    mounts: Path = Path("/proc/self/mounts"),
 ) -> Check:
     """The run directory is writable, fast enough, and visible to other nodes."""
     parent = existing_parent(run_dir)
@@ -75,22 +78,6 @@ def write_speed(folder: Path, clock: Callable[[], float] = time.perf_counter, si
         os.fsync(file.fileno())
         seconds = clock() - started
     return size / 1e6 / max(seconds, 1e-9)
-
-
-def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`: ext4, nfs4, lustre, …"""
-    best = ("", "an unknown file system")
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return best[1]
-    for line in lines:
-        _, point, kind, *_ = line.split()
-        point = point.replace("\\040", " ")
-        inside = str(path) == point or str(path).startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best[0]):
-            best = (point, kind)
-    return best[1]
 
 
 def free_disk(run_dir: Path, parameters: int, keep: int = 1, usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
@@ -157,23 +144,14 @@ def _touch(folder: Path) -> float:
 
 def ports(host: str, first: int, count: int) -> Check:
     """Servers take the next free port. A port in use means that another server runs here."""
-    used = [port for port in range(first, min(first + max(count, 1), 65536)) if not port_free(host, port)]
+    from megatron_dapo.engines.sglang.server_process import is_free
+
+    used = [port for port in range(first, min(first + max(count, 1), 65536)) if not is_free(host, port)]
     span = f"{first}" if count <= 1 else f"{first} to {first + count - 1}"
     if not used:
         return Check("ports", "ok", f"{span} free on {host}")
     return Check("ports", "warn", f"in use on {host}: {', '.join(map(str, used))}", "the next free "
                  "ports are used instead; stop servers that you left running, or set rollout.servers.port")  # fmt: skip
-
-
-def port_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = datetime.now) -> Check:
@@ -265,7 +243,7 @@ def serving_python(servers: ServerConfig, run: CommandRunner = run_command) -> C
 def bitwise_resume(config: Config) -> Check:
     """What makes two runs of this configuration, or a resumed one, differ in bits."""
     rollout, sampler = config.rollout, config.rollout.sampler
-    seeded = rollout.servers.exact or "--enable-deterministic-inference" in rollout.servers.arguments
+    seeded = rollout.servers.demands.exact or "--enable-deterministic-inference" in rollout.servers.arguments
     reasons = {
         "policy.true_on_policy and policy.deterministic are off": not config.policy.is_deterministic,
         "servers have no --enable-deterministic-inference (policy.true_on_policy adds it)": not seeded,

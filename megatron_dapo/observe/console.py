@@ -18,10 +18,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import filter_yield, update_speed
+from megatron_dapo.types import SamplerProgress
 
 STATUS = "status.json"
 STATUS_EVERY = 1.0  # seconds between two writes
@@ -84,23 +85,6 @@ def duration(seconds: float | None) -> str:
     return f"{int(hours)}h{int(minutes) % 60:02d}" if hours < 48 else f"{hours / 24:.1f}d"
 
 
-class SamplingProgress(Protocol):
-    """The part of the sampler's `Progress` that is shown. Counts are groups unless the name says otherwise."""
-
-    @property
-    def needed(self) -> int: ...
-    @property
-    def kept(self) -> int: ...
-    @property
-    def dropped(self) -> Mapping[str, int]: ...
-    @property
-    def running_requests(self) -> int: ...
-    @property
-    def finished_samples(self) -> int: ...
-    @property
-    def tokens_per_second(self) -> float: ...
-
-
 class Console:
     """Prints nothing."""
 
@@ -114,7 +98,7 @@ class Console:
     def progress(self, name: str, done: float, total: float, text: str) -> None:
         self.update(name, f"{done:g}/{total:g} {text}".rstrip(), done, total)
 
-    def sampling(self, progress: SamplingProgress) -> None:
+    def sampling(self, progress: SamplerProgress) -> None:
         self.update("rollout", sampling_text(progress), progress.kept, progress.needed)
 
     def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
@@ -217,7 +201,7 @@ class PlainConsole(Console):
             print(printable(line), file=self._stream, flush=True)
 
 
-def sampling_text(progress: SamplingProgress) -> str:
+def sampling_text(progress: SamplerProgress) -> str:
     parts = [f"{progress.kept}/{progress.needed} groups"]
     parts += [f"{count} {reason}" for reason, count in progress.dropped.items() if count]
     parts += [f"{progress.running_requests} running", f"{number(progress.tokens_per_second)} tok/s"]

@@ -103,15 +103,14 @@ class _Alarm:
 class Watch:
     """Takes the metrics of each step, in order, and returns the new findings."""
 
-    def __init__(self, rules: Sequence[Rule] | None = None) -> None:
-        self._rules: Sequence[Rule] = RULES if rules is None else rules
+    def __init__(self) -> None:
         self._history = History()
         self._alarms: dict[str, _Alarm] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         self._history.advance(metrics)
         found = []
-        for rule in self._rules:
+        for rule in RULES:
             seen = rule.check(self._history)
             if self._alarms.setdefault(rule.name, _Alarm()).update(seen is not None, rule.patience):
                 found.append(Finding(step, rule.name, seen or "", rule.causes))

@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.console import STATUS, Console, PlainConsole, SamplingProgress, StatusFile, printable
+from megatron_dapo.observe.console import STATUS, Console, PlainConsole, StatusFile, printable
 from megatron_dapo.observe.diagnosis import Watch
 from megatron_dapo.observe.metrics_file import (
     EVAL,
@@ -43,7 +43,7 @@ from megatron_dapo.observe.metrics_file import (
 from megatron_dapo.observe.runs import record_environment
 from megatron_dapo.observe.timeline import Timeline, write_trace
 from megatron_dapo.observe.trackers import make_trackers, make_webhook, with_aliases
-from megatron_dapo.types import Group
+from megatron_dapo.types import Group, SamplerProgress
 
 UNWRITTEN_RECORDS = 10_000  # about 3 KB each
 UNWRITTEN_TRANSCRIPTS = 8
@@ -104,7 +104,7 @@ class Observer:
             self._timeline.phase(name, started, time.monotonic())
             self._show(lambda console: console.phase_ended(name))
 
-    def sampling(self, progress: SamplingProgress) -> None:
+    def sampling(self, progress: SamplerProgress) -> None:
         """Shows the sampler's progress. Cheap; may be called from any thread."""
         self._show(lambda console: console.sampling(progress))
 

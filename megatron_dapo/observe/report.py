@@ -49,18 +49,14 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
         raise ReportError(f"{target} is a directory: name the HTML file to write, for example {target / 'report.html'}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, render(runs).encode())
+        write_atomically(target, page_of(payload(runs)).encode())
     except OSError as error:
         raise ReportError(f"{target}: the report cannot be written: {error}") from None
     return target
 
 
-def render(runs: Sequence[Run], *, live: bool = False) -> str:
-    """The page as text. A live page asks the server that it came from for newer data."""
-    return page_of(payload(runs, live=live), live=live)
-
-
 def page_of(data: dict[str, Any], *, live: bool = False) -> str:
+    """The page as text. A live page asks the server that it came from for newer data."""
     scripts = ["chart.js", "samples.js", "report.js", *(["watch.js"] if live else [])]
     return fill_page(data["title"], scripts, ["report.css"], data, connect="connect-src 'self'; " if live else "")
 

@@ -14,13 +14,13 @@ from rich.text import Text
 
 from megatron_dapo.observe.console import (
     Console,
-    SamplingProgress,
     duration,
     evaluation_text,
     number,
     printable,
     step_summary,
 )
+from megatron_dapo.types import SamplerProgress
 
 HEADER_EVERY = 20
 
@@ -70,7 +70,7 @@ class RichConsole(Console):
         if name in self._tasks:
             self._phases.update(self._tasks[name], completed=done, total=total, text=escape(text))
 
-    def sampling(self, progress: SamplingProgress) -> None:
+    def sampling(self, progress: SamplerProgress) -> None:
         self.phase_started("rollout")
         dropped = " ".join(f"[dim]{escape(reason)}[/] {count}" for reason, count in progress.dropped.items() if count)
         text = (

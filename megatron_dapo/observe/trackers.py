@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
@@ -28,19 +28,21 @@ from megatron_dapo.observe.metrics_file import Record
 RULE = re.compile(r"diagnosis\.md#([\w-]+)")  # in the message of a finding
 
 
-class Tracker(Protocol):
-    """A service or format that metrics are sent to. `log` may be called several times for one step (evaluations).
-
-    `log` raises if it fails, and may be called again with the same record.
-    """
+class Tracker:
+    """A service or format that metrics are sent to."""
 
     name: str
 
-    def log(self, record: Record) -> None: ...
+    def log(self, record: Record) -> None:
+        """May be called several times for one step (evaluations). Raises if it fails, and may then be called again with
+        the same record."""
+        raise NotImplementedError
 
-    def rewind(self, step: int) -> None: ...
+    def rewind(self, step: int) -> None:
+        """Later steps are logged again; with a deterministic engine the numbers are the same."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -137,7 +139,7 @@ def _require(package: str, key: str) -> None:
         )
 
 
-class Wandb:
+class Wandb(Tracker):
     """One wandb run for the whole training, across resumes: its id is part of the checkpoint.
 
     The wandb run starts with the first metrics, because `restore` may set the id before that. Metrics are plotted
@@ -171,9 +173,6 @@ class Wandb:
             self._run = self._start()
         self._run.log({"step": record.step, **record.metrics})
 
-    def rewind(self, step: int) -> None:
-        """Later steps are logged again; with a deterministic engine the numbers are the same."""
-
     def state(self) -> dict[str, Any]:
         return {"id": self._id}
 
@@ -185,7 +184,7 @@ class Wandb:
             self._run.finish(exit_code=1 if status.startswith("failed") else 0)
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files of torch's SummaryWriter.
 
     The writer's thread ends at its first error, so a failure needs a new writer. `purge_step` tells TensorBoard to
@@ -218,82 +217,73 @@ class TensorBoard:
         self._writer = None
         self._purge = step + 1
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
     def close(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
-# Our name to theirs and the factor from our unit to theirs.
-Table = dict[str, tuple[str, float]]
-
-VERL: Table = {
-    ours: (theirs, 1.0)
-    for ours, theirs in {
-        "reward/mean": "critic/rewards/mean",
-        "reward/score": "critic/score/mean",
-        "train/loss": "actor/pg_loss",
-        "train/entropy": "actor/entropy",
-        "train/grad_norm": "actor/grad_norm",
-        "train/lr": "actor/lr",
-        "train/clip_fraction_high": "actor/pg_clipfrac",
-        "train/clip_fraction_dual": "actor/pg_clipfrac_lower",
-        "train/approx_kl": "actor/ppo_kl",
-        "critic/loss": "critic/vf_loss",
-        "critic/clip_fraction": "critic/vf_clipfrac",
-        "critic/explained_variance": "critic/vf_explained_var",
-        "critic/value_mean": "critic/values/mean",
-        "time/critic": "timing_s/update_critic",
-        "train/mfu": "perf/mfu/actor",
-        "train/batch_tokens": "perf/total_num_tokens",
-        "time/tokens_per_second_per_gpu": "perf/throughput",
-        "memory/gpu_peak_gib": "perf/max_memory_allocated_gb",
-        "memory/gpu_reserved_gib": "perf/max_memory_reserved_gb",
-        "memory/host_gib": "perf/cpu_memory_used_gb",
-        "rollout/length_trained": "response_length/mean",
-        "rollout/length_max": "response_length/max",
-        "rollout/truncated_share": "response_length/clip_ratio",
-        "time/rollout": "timing_s/gen",
-        "time/log_probs": "timing_s/old_log_prob",
-        "time/advantages": "timing_s/adv",
-        "time/update": "timing_s/update_actor",
-        "time/sync": "timing_s/update_weights",
-        "time/checkpoint": "timing_s/save_checkpoint",
-        "time/evaluate": "timing_s/testing",
-        "time/step": "timing_s/step",
-    }.items()
+# By our name: theirs.
+VERL = {
+    "reward/mean": "critic/rewards/mean",
+    "reward/score": "critic/score/mean",
+    "train/loss": "actor/pg_loss",
+    "train/entropy": "actor/entropy",
+    "train/grad_norm": "actor/grad_norm",
+    "train/lr": "actor/lr",
+    "train/clip_fraction_high": "actor/pg_clipfrac",
+    "train/clip_fraction_dual": "actor/pg_clipfrac_lower",
+    "train/approx_kl": "actor/ppo_kl",
+    "critic/loss": "critic/vf_loss",
+    "critic/clip_fraction": "critic/vf_clipfrac",
+    "critic/explained_variance": "critic/vf_explained_var",
+    "critic/value_mean": "critic/values/mean",
+    "time/critic": "timing_s/update_critic",
+    "train/mfu": "perf/mfu/actor",
+    "train/batch_tokens": "perf/total_num_tokens",
+    "time/tokens_per_second_per_gpu": "perf/throughput",
+    "memory/gpu_peak_gib": "perf/max_memory_allocated_gb",
+    "memory/gpu_reserved_gib": "perf/max_memory_reserved_gb",
+    "memory/host_gib": "perf/cpu_memory_used_gb",
+    "rollout/length_trained": "response_length/mean",
+    "rollout/length_max": "response_length/max",
+    "rollout/truncated_share": "response_length/clip_ratio",
+    "time/rollout": "timing_s/gen",
+    "time/log_probs": "timing_s/old_log_prob",
+    "time/advantages": "timing_s/adv",
+    "time/update": "timing_s/update_actor",
+    "time/sync": "timing_s/update_weights",
+    "time/checkpoint": "timing_s/save_checkpoint",
+    "time/evaluate": "timing_s/testing",
+    "time/step": "timing_s/step",
 }
-PRIME_RL: Table = {
-    "reward/mean": ("reward/mean", 1.0),
-    "rollout/length_trained": ("seq_len/mean", 1.0),
-    "rollout/truncated_share": ("is_truncated/mean", 1.0),
-    "rollout/dropped/all-wrong": ("solve_none", 1.0),
-    "rollout/dropped/all-correct": ("solve_all", 1.0),
-    "train/loss": ("loss/mean", 1.0),
-    "train/entropy": ("entropy/mean", 1.0),
-    "train/mismatch_kl": ("mismatch_kl/mean", 1.0),
-    "train/grad_norm": ("optim/grad_norm", 1.0),
-    "train/lr": ("optim/lr", 1.0),
-    "train/mfu": ("perf/mfu", 100.0),
-    "train/tokens_per_second_per_gpu": ("perf/throughput_per_gpu", 1.0),
-    "memory/gpu_peak_gib": ("perf/peak_memory", 1.0),
-    "time/step": ("time/step", 1.0),
-    "time/update": ("time/forward_backward", 1.0),
-    "time/rollout": ("time/generate_completions", 1.0),
-    "time/checkpoint": ("time/save_ckpt", 1.0),
+PRIME_RL = {
+    "reward/mean": "reward/mean",
+    "rollout/length_trained": "seq_len/mean",
+    "rollout/truncated_share": "is_truncated/mean",
+    "rollout/dropped/all-wrong": "solve_none",
+    "rollout/dropped/all-correct": "solve_all",
+    "train/loss": "loss/mean",
+    "train/entropy": "entropy/mean",
+    "train/mismatch_kl": "mismatch_kl/mean",
+    "train/grad_norm": "optim/grad_norm",
+    "train/lr": "optim/lr",
+    "train/mfu": "perf/mfu",
+    "train/tokens_per_second_per_gpu": "perf/throughput_per_gpu",
+    "memory/gpu_peak_gib": "perf/peak_memory",
+    "time/step": "time/step",
+    "time/update": "time/forward_backward",
+    "time/rollout": "time/generate_completions",
+    "time/checkpoint": "time/save_ckpt",
 }
 TABLES = {"verl": VERL, "prime-rl": PRIME_RL}
+FACTORS = {("prime-rl", "train/mfu"): 100.0}  # where their unit is not ours
 
 
 def with_aliases(metrics: Mapping[str, float], tools: Iterable[str]) -> dict[str, float]:
     """The metrics, and those that a tool has under another name. Ours win where the names are the same."""
     found: dict[str, float] = {}
     for tool in tools:
-        for name, (theirs, factor) in TABLES[tool].items():
+        for name, theirs in TABLES[tool].items():
             if name in metrics:
-                found[theirs] = metrics[name] * factor
+                found[theirs] = metrics[name] * FACTORS.get((tool, name), 1.0)
     return found | dict(metrics)

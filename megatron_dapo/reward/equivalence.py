@@ -51,7 +51,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
     """(correct, reason) if string rules are enough; None if it takes mathematics."""
     if not answer:
         return False, "empty answer"
-    if reference.isdecimal() and answer.isdecimal() and len(answer) <= MAX_DIGITS >= len(reference):  # most cases
+    if reference.isdecimal() and answer.isdecimal() and max(len(reference), len(answer)) <= MAX_DIGITS:  # most cases
         same = int(reference) == int(answer)
         return same, "same number" if same else "different number"
     if same_text(reference, answer):

@@ -21,25 +21,6 @@ SURPLUS = "surplus"
 EARLY = "early"  # prefix of the filter's reason, for a group that was rejected before all of its samples were finished
 
 
-@dataclass(slots=True, frozen=True)
-class Progress:
-    """The progress of `Sampler.collect`, for displays. Counts are groups unless the name says otherwise."""
-
-    step: int
-    needed: int
-    kept: int
-    dropped: dict[str, int]
-    in_flight: int
-    running_requests: int
-    finished_samples: int
-    response_tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.response_tokens / self.seconds if self.seconds > 0 else 0.0
-
-
 @dataclass(slots=True)
 class StepAccounting:
     """Counts of one step: samples unless the name says groups or tokens. Several samples of one rollout count once.

@@ -151,7 +151,7 @@ class Generation:
         return True
 
     async def _extend(self, sample: Sample, request: TurnRequest, request_id: str, room: int) -> None:
-        routed = computed_tokens(sample, sample.length) if self._config.servers.returns_experts else None
+        routed = computed_tokens(sample, sample.length) if self._config.servers.demands.returns_experts else None
         params = replace(
             self._params, max_new_tokens=room, seed=request.seed, stop=request.stop, routed_experts_from=routed
         )

@@ -52,16 +52,12 @@ class PendingGroup:
         return [sample for sample in self.group.samples if sample.grade is None]
 
     @property
-    def has_tokens(self) -> bool:
-        return any(sample.trained_tokens for sample in self.group.samples)
-
-    @property
     def tokens(self) -> int:
         return sum(sample.trained_tokens for sample in self.group.samples)
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weight version of its tokens. Call only if `has_tokens`."""
+        """The oldest weight version of its tokens. Call only if it has `tokens`."""
         return min(sample.oldest_version for sample in self.group.samples if sample.trained_tokens)
 
     def add_part(self, sample: Sample) -> None:

@@ -34,7 +34,6 @@ from megatron_dapo.rollout.accounting import (
     UNFINISHED,
     GroupEvents,
     OnRequest,
-    Progress,
     StepAccounting,
 )
 from megatron_dapo.rollout.agents.functions import RolloutFunction
@@ -50,7 +49,7 @@ from megatron_dapo.rollout.pending_group import (
     PendingGroup,
     new_samples,
 )
-from megatron_dapo.types import Group, Prompt, StepBatch
+from megatron_dapo.types import Group, Prompt, SamplerProgress, StepBatch
 
 
 class SamplingLimitError(UserError):
@@ -68,7 +67,7 @@ class Sampler:
         groups_per_step: int,
         seed: int = 0,
         group_filter: GroupFilter | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[SamplerProgress], None] | None = None,
         on_request: OnRequest | None = None,
         on_decided: Callable[[Group], None] | None = None,
         function: RolloutFunction | None = None,
@@ -202,7 +201,7 @@ class StepCollector:
             return
         for pending in self._groups.ordered(GroupState.KEPT, GroupState.WAITING):
             self._accounting.carried_in += self._group_size
-            if pending.has_tokens and self._policy.too_stale(self._staleness(pending)):
+            if pending.tokens and self._policy.too_stale(self._staleness(pending)):
                 self._accounting.drop(pending.group, STALE, self._group_size)
                 self._groups.remove(pending)
         for pending in self._groups.ordered(GroupState.WAITING):
@@ -275,7 +274,7 @@ class StepCollector:
 
     def _due(self, pending: PendingGroup) -> bool:
         """The group is from an earlier step, and this is the last step in which it can finish."""
-        if pending.step == self._step or not pending.has_tokens:
+        if pending.step == self._step or not pending.tokens:
             return False
         return self._policy.must_finish_now(self._staleness(pending))
 
@@ -464,7 +463,7 @@ class StepCollector:
         fault_points.reach("rollouts/sampling")
         if self._sampler.on_progress is not None:
             self._sampler.on_progress(
-                Progress(
+                SamplerProgress(
                     step=self._step, needed=self._needed, kept=self._groups.count(GroupState.KEPT),
                     dropped={reason: n for reason, n in self._accounting.dropped_groups.items() if n},
                     in_flight=self._groups.count(*UNDECIDED), running_requests=self._runner.running,

@@ -192,7 +192,7 @@ async def _ask(driver: RolloutDriver, config: Config, tokens: int) -> tuple[list
         params = SamplingParams(
             rollout.max_response_tokens, rollout.temperature, stop=tuple(rollout.stop),
             stop_token_ids=tuple(rollout.stop_token_ids), seed=derive_seed(config.trainer.seed, 0, prompt.id, number),
-            routed_experts_from=0 if rollout.servers.returns_experts else None,
+            routed_experts_from=0 if rollout.servers.demands.returns_experts else None,
         )  # fmt: skip
         made = await engine.generate(f"selfcheck-{number}", prompt.tokens, params)
         found = Sample(prompt.id, number, prompt.tokens, made.tokens, made.logprobs, made.finish_reason)

@@ -5,7 +5,7 @@ The tensors are views of the block (`weights/tensor_spec`). SGLang calls this fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,3 +95,33 @@ def flatten(bucket: Bucket) -> FlatBucket:
     for name, view in copy:
         view.copy_(tensors[name].detach())
     return copy
+
+
+class Manifest:
+    """The tensors that a weight update must contain, by name: exactly these, each once. Of a model with `tied`
+    embeddings the output layer is optional. Without shapes everything is accepted."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        self._shapes = shapes
+        self._optional = {"lm_head.weight"} if tied else set()
+        self._seen: set[str] = set()
+
+    def begin(self) -> None:
+        self._seen = set()
+
+    def check(self, bucket: Bucket) -> str:
+        """What is wrong with the bucket, or an empty string."""
+        for spec in specs_of(bucket):
+            name, expected = spec.name, self._shapes.get(spec.name)
+            if name in self._seen:
+                return f"tensor {name!r} was sent twice"
+            self._seen.add(name)
+            if self._shapes and expected is None and name not in self._optional:
+                return f"the model has no tensor {name!r}"
+            if expected is not None and expected != spec.shape:
+                return f"tensor {name!r} has shape {spec.shape}, expected {expected}"
+        return ""
+
+    def missing(self) -> str:
+        absent = sorted(set(self._shapes) - self._seen - self._optional)
+        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""

@@ -190,10 +190,6 @@ class WeightBuckets:
     def has_remote_senders(self) -> bool:
         return self.senders != [0]
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(flat_size(plan.specs) for plan in self.plans)
-
     # ---- one update ----
 
     def buckets(self) -> Iterator[Bucket]:

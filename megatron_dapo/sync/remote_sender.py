@@ -122,10 +122,10 @@ class SenderLink:
                 raise EngineError(f"{otherwise} after {self._timeout:g} s (rollout.weights.timeout)")
 
 
-def host_store(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """Where the members of the groups meet. The servers connect to it by themselves."""
+def host_store(address: str, timeout: float) -> dist.TCPStore:
+    """Where the members of the groups meet, on any free port. The servers connect to it by themselves."""
     wait = timedelta(seconds=timeout)
-    return dist.TCPStore(address, port, is_master=True, timeout=wait, wait_for_workers=False, multi_tenant=True)
+    return dist.TCPStore(address, 0, is_master=True, timeout=wait, wait_for_workers=False, multi_tenant=True)
 
 
 class GroupSource:

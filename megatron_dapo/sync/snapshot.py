@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.errors import EngineError
-from megatron_dapo.files import safetensors_header
+from megatron_dapo.files import file_system, safetensors_header
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, specs_of
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
@@ -303,14 +303,7 @@ def _shard(folder: Path, number: int) -> Path:
 
 def is_ram_disk(path: Path) -> bool:
     """Whether files below `path` are in memory; the directory need not exist yet."""
-    path = path.absolute()
-    best, kind = Path("/"), ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, found, *_ = line.split(" ")
-        point = Path(mount.encode().decode("unicode_escape"))
-        if path.is_relative_to(point) and len(point.parts) >= len(best.parts):
-            best, kind = point, found
-    return kind in RAM_DISKS
+    return file_system(path) in RAM_DISKS
 
 
 def _for_owner(path: str, flags: int) -> int:

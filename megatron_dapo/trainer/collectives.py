@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from megatron_dapo.config import ConfigError
 from megatron_dapo.errors import CheckpointError, EngineError, GateError, LockLost, RankError
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.trainer.signals import Stopped, StopSignal
+
+if TYPE_CHECKING:
+    from megatron_dapo.trainer.rollout_driver import RolloutDriver
 
 T = TypeVar("T")
 BEAT_SECONDS = 5.0
@@ -57,15 +60,6 @@ class DriverError(RankError):
         return self.kind in (EngineError, BaseException)
 
 
-class Driver(Protocol):
-    """Rank 0's rollout thread."""
-
-    @property
-    def progress(self) -> int:
-        """Increases while the thread achieves something."""
-        ...
-
-
 class Collectives:
     """Every method is called by all ranks, in the same order."""
 
@@ -75,7 +69,7 @@ class Collectives:
         """`mark(doing, progress)` tells the watchdog what the loop does, and whether it has made progress."""
         self.runtime = runtime
         self.stop = stop
-        self.driver: Driver | None = None  # rank 0, from the start of the rollout thread on
+        self.driver: RolloutDriver | None = None  # rank 0, from the start of the rollout thread on
         self.received_bytes = 0  # by this rank, since the start
         self._mark = mark
         self._seen_progress = -1

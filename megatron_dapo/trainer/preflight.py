@@ -73,7 +73,9 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     data = load_run_data(config, tokenizer, _named)
     _check_enough_prompts(config, data)
     _check_run_directory(Path(config.trainer.run_dir))
-    return Setup(data, _check_megatron(config, shape), unknown_hosts(config))
+    from megatron_dapo.policy.megatron.options import check_options  # imports Megatron-Core
+
+    return Setup(data, check_options(config.policy, shape), unknown_hosts(config))
 
 
 def unknown_hosts(config: Config) -> list[str]:
@@ -114,13 +116,6 @@ def _check_enough_prompts(config: Config, data: RunData) -> None:
                 f"trainer.prompts_per_step is {config.trainer.prompts_per_step}{what}, but {prompts.report.path} has "
                 f"only {len(prompts)} usable prompts: a step would repeat prompts; lower it or use more data"
             )
-
-
-def _check_megatron(config: Config, shape: ModelShape) -> list[str]:
-    """Options against the installed Megatron-Core."""
-    from megatron_dapo.policy.megatron.options import check_options
-
-    return check_options(config.policy, shape)
 
 
 def _check_weights(config: Config, shape: ModelShape) -> None:

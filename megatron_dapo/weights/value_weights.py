@@ -45,10 +45,6 @@ class ValueWeights(Mapping[str, "Tensor"]):
         heads = {HEAD, *(name for known in names.values() for name in known)}
         self._names = [name for name in self._source if name not in heads] + list(OURS)
 
-    @property
-    def has_head(self) -> bool:
-        return any(self._found.values())
-
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._found:
             return self._source[name]

@@ -10,9 +10,10 @@ from long_lists import some
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from save_policy import save_policy
 
 from megatron_dapo.checkpoints import policy_state
-from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy, save_policy
+from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy.megatron.optimizer_state import inner_optimizers, saved_step
 from megatron_dapo.policy.megatron.runtime import initialize

@@ -9,10 +9,11 @@ import torch.distributed.checkpoint as dcp
 from long_lists import ALL_CASES, some
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from save_policy import save_policy
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from megatron_dapo.checkpoints import policy_state
-from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy, save_policy
+from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from connect_engine import connect_engine
 from event_loop import until
 from fake_server import FakeServer
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, require_sglang, start_servers
@@ -30,7 +31,6 @@ from megatron_dapo.config import ConfigError, ModelShape, check_config, parse_co
 from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
 from megatron_dapo.engines.sglang import client, transports
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.in_server import megatron_dapo_checksums
 from megatron_dapo.engines.sglang.server_process import IN_SERVER
@@ -61,7 +61,7 @@ def on_fakes(count=1, seconds=0.0, **options):
     def decorate(test):
         async def main(folder):
             servers = [await FakeServer(seconds).start() for _ in range(count)]
-            engine = await SGLangEngine.connect([s.url for s in servers], config_of(**options), model=folder)
+            engine = await connect_engine([s.url for s in servers], config_of(**options), model=folder)
             await test(servers, engine)
             await engine.close()
             assert not any(server.crashes for server in servers)
@@ -148,7 +148,7 @@ async def test_an_update_that_breaks_off_leaves_the_version_before_in_service(se
 @on_fakes()
 async def test_adapters_that_another_trainer_has_left_are_unloaded(servers, engine):
     servers[0].adapters = {f"{client.ADAPTER_PREFIX}3-dead": {}, "somebodys": {}}
-    await (await SGLangEngine.connect([servers[0].url], config_of())).close()
+    await (await connect_engine([servers[0].url], config_of())).close()
     assert list(servers[0].adapters) == ["somebodys"]
 
 
@@ -160,7 +160,7 @@ async def test_the_memory_of_a_version_is_made_before_it_and_written_once(tmp_pa
     """Servers go on reading the memory of the versions before."""
     monkeypatch.setattr(transports, "MEMORY_DELAY", 0.0)
     server = await FakeServer().start()
-    engine = await SGLangEngine.connect([server.url], config_of(), model=str(tmp_path))
+    engine = await connect_engine([server.url], config_of(), model=str(tmp_path))
     transport, sent = engine._update._transport, []
     for version in (1, 2, 3, 4):
         if version == 3:
@@ -319,7 +319,7 @@ async def test_refused_servers(change, cause):
     server = await FakeServer().start()
     vars(server).update(change)
     with pytest.raises(EngineError, match=cause):
-        await SGLangEngine.connect([server.url], config_of())
+        await connect_engine([server.url], config_of())
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def served(folders, kind, targets=()):
     require_sglang(VERSION)
     directory = write_model(folders.mktemp(f"lora-{kind}"), kind)
     adapters = LoraConfig(rank=RANK, alpha=ALPHA, targets=list(targets))
-    for servers in start_servers([VERSION], directory, folders, kind, checksums=False, lora=adapters):
+    for servers in start_servers([VERSION], directory, folders, kind, computes_checksums=False, lora=adapters):
         patient = {"heartbeat": 0.5, "attempts": 30, "sample_timeout": 60.0, "control_timeout": 20.0}
         config = servers[VERSION].config.model_copy(update=patient)
         yield servers[VERSION].process, config_of(targets).model_copy(update={"servers": config}), directory
@@ -520,7 +520,7 @@ def test_a_server_has_adapters_in_the_attention_of_a_model_with_experts(tmp_path
         adapter = random_adapter(directory, ATTENTION)
 
         async def with_the_adapter():
-            engine = await SGLangEngine.connect([process.url], config, model=str(directory))
+            engine = await connect_engine([process.url], config, model=str(directory))
             await engine.update_weights(1, [adapter])
             found = await engine.generate("a", PROMPT, SamplingParams(16, ignore_eos=True))
             await engine.close()

@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from connect_engine import connect_engine
 from fake_server import FakeServer
 from faults import Texts
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
@@ -16,7 +17,6 @@ from tiny_model import VOCABULARY, byte_tokenizer, changed_weights, reference_lo
 
 from megatron_dapo.config.algorithm import DistillationConfig
 from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.teacher import open_teacher
 from megatron_dapo.errors import EngineError
@@ -257,7 +257,7 @@ async def test_a_server_that_cannot_tell_the_version_of_each_token_is_refused():
     """SGLang before 0.5.23, whose replies the fake server gives."""
     server = await FakeServer().start()
     with pytest.raises(EngineError, match=r"pause_mode retract keeps requests .* use abort"):
-        await SGLangEngine.connect([server.url], pausing("retract"))
+        await connect_engine([server.url], pausing("retract"))
 
 
 @pytest.mark.parametrize(

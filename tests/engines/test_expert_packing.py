@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from connect_engine import connect_engine
 from fake_server import FakeServer
 from torch import nn
 
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.server_process import IN_SERVER, sglang_command
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import FlatBucket, bucket_in, flatten
@@ -155,7 +155,10 @@ def test_a_layer_with_other_parameters_is_loaded_expert_by_expert(caplog):
 def test_one_switch_starts_servers_with_the_loader():
     weights = {"pack_experts": True, "transport": "tensor"}
     config = parse_config({"rollout": {"weights": weights}}).rollout
-    assert config.servers.loads_packed_experts and not parse_config({}).rollout.servers.loads_packed_experts
+    assert (
+        config.servers.demands.loads_packed_experts
+        and not parse_config({}).rollout.servers.demands.loads_packed_experts
+    )
     command, environment = sglang_command("model", config.servers, 0, 30000)
     at = command.index("--custom-weight-loader")
     assert command[at + 1 : at + 4] == [*CHECKSUM_LOADERS, "megatron_dapo_experts.install"]
@@ -176,4 +179,4 @@ def test_one_switch_starts_servers_with_the_loader():
 async def test_an_external_server_that_lacks_what_a_run_needs_is_refused(raw, remedy):
     server = await FakeServer().start()
     with pytest.raises(EngineError, match=remedy):
-        await SGLangEngine.connect([server.url], parse_config(raw).rollout)
+        await connect_engine([server.url], parse_config(raw).rollout)

@@ -12,6 +12,7 @@ import signal
 
 import pytest
 import torch
+from connect_engine import connect_engine
 from engine_thread import EngineThread
 from installed_sglang import API_KEY_VARIABLE, require_sglang, start_servers
 from safetensors.torch import save_file
@@ -20,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.weight_proof import PROBE
 from megatron_dapo.errors import RankError
 from megatron_dapo.policy.megatron.runtime import initialize
@@ -86,7 +86,7 @@ def from_one_process(url, directory, version, seed):
 
     async def main():
         config = settings("one")
-        engine = await SGLangEngine.connect([url], config.rollout, model=str(directory), version=version - 1)
+        engine = await connect_engine([url], config.rollout, model=str(directory), version=version - 1)
         report = await engine.update_weights(version, [list(weights_of(directory, seed).items())])
         assert report.served_by == (url,)
         server = engine.servers[0]
@@ -178,7 +178,7 @@ def packed_experts(url, directory, version, expected, snapshots):
         for transport in ("tensor", "distributed"):
             kept = {"keep_snapshot": True, "directory": str(snapshots)}
             config = settings("one", transport=transport, pack_experts=True, **kept)
-            engine = await SGLangEngine.connect([url], config.rollout, model=str(directory), version=version)
+            engine = await connect_engine([url], config.rollout, model=str(directory), version=version)
             for seed in (9, 0):
                 weights, version = weights_of(directory, seed), version + 1
                 whole = list(weights.items())
@@ -200,7 +200,7 @@ def test_expert_groups_send_the_weights_of_a_single_process(tmp_path_factory, tm
     """The server computes with the weights that it is sent. On the way it gets updates with packed experts."""
     require_sglang(VERSION)
     directory = write_model(tmp_path / "model", "qwen3_moe")
-    for servers in start_servers([VERSION], directory, tmp_path_factory, "qwen3_moe", packed_experts=True):
+    for servers in start_servers([VERSION], directory, tmp_path_factory, "qwen3_moe", loads_packed_experts=True):
         process = servers[VERSION].process
         logprobs, expected = from_one_process(process.url, directory, 1, seed=0)
         sent = shutil.copytree(directory, tmp_path / "sent")

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
+from connect_engine import connect_engine
 from fake_server import FakeServer, changed, response_of
 from faults import PROMPT, Texts, connect, fill_batch, settings
 from simulation import Prompts
 
 from megatron_dapo.engines.protocol import SamplingParams
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler
@@ -229,10 +229,10 @@ async def test_keys_are_sent_and_a_missing_one_is_an_error(monkeypatch):
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     config = settings(api_key_env="TEST_API_KEY", admin_key_env="TEST_ADMIN_KEY")
     with pytest.raises(EngineError, match="TEST_API_KEY, which is not set"):
-        await SGLangEngine.connect([url], config)
+        await connect_engine([url], config)
     monkeypatch.setenv("TEST_API_KEY", "one")
     monkeypatch.setenv("TEST_ADMIN_KEY", "two")
-    engine = await SGLangEngine.connect([url], config)
+    engine = await connect_engine([url], config)
     await engine.generate("r", PROMPT, SamplingParams(8))
     await engine.servers[0].pause()
     await engine.close()

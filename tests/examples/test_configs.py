@@ -12,7 +12,7 @@ from installed_sglang import SGLANG_VERSIONS, require_sglang
 from long_lists import some
 from workplace import EXAMPLES, FILES, FILLED_IN, ROOT
 
-from megatron_dapo.ablation.command import variants
+from megatron_dapo.ablation.designs import variants
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
 from megatron_dapo.config.load import known_keys

@@ -8,7 +8,7 @@ import pytest
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import observer as observer_module
 from megatron_dapo.observe.observer import Observer
-from megatron_dapo.observe.trackers import TABLES, with_aliases
+from megatron_dapo.observe.trackers import FACTORS, TABLES, with_aliases
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
 
@@ -17,8 +17,11 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_tex
 def test_the_page_has_the_table(tool):
     part = PAGE.split(f"| here | {tool} |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|(?: × (\d+) \|| \|)$", part, flags=re.M)
-    assert {ours: (theirs, float(factor or 1)) for ours, theirs, factor in rows} == TABLES[tool]
-    theirs = [name for name, _ in TABLES[tool].values()]
+    assert {ours: theirs for ours, theirs, _ in rows} == TABLES[tool]
+    assert {(tool, ours): float(factor) for ours, _, factor in rows if factor} == {
+        key: factor for key, factor in FACTORS.items() if key[0] == tool
+    }
+    theirs = list(TABLES[tool].values())
     assert len(set(theirs)) == len(theirs), "one name, one metric"
 
 

@@ -15,7 +15,7 @@ from megatron_dapo.observe import NullObserver, Observer, is_wall_clock
 from megatron_dapo.observe.console import PlainConsole
 from megatron_dapo.observe.metrics_file import STEP, read_records
 from megatron_dapo.observe.rich_console import RichConsole
-from megatron_dapo.rollout.accounting import Progress
+from megatron_dapo.types import SamplerProgress
 
 QUIET = ObserveConfig(console="off", samples_every=2, report=False)
 
@@ -167,7 +167,7 @@ def test_a_long_rollout_is_reported_once_a_minute(clock):
     console = PlainConsole(stream)
     for _ in range(100):
         clock[0] += 2
-        console.sampling(Progress(1, 64, 12, {"all-wrong": 3, "surplus": 0}, 5, 80, 100, 9000, 3.0))
+        console.sampling(SamplerProgress(1, 64, 12, {"all-wrong": 3, "surplus": 0}, 5, 80, 100, 9000, 3.0))
     state = "12/64 groups, 3 all-wrong, 80 running, 3000 tok/s"
     assert stream.getvalue().splitlines() == [
         f"[60.0s] rollout for 58.0s: {state}", f"[2min] rollout for 2min: {state}", f"[3min] rollout for 3min: {state}",
@@ -232,7 +232,7 @@ def test_the_rich_console_shows_phases_progress_and_steps():
     stream = io.StringIO()
     console = RichConsole("a [run]", Console(file=stream, force_terminal=True, width=160, color_system=None))
     console.phase_started("rollout")
-    console.sampling(Progress(3, 64, 12, {"all-wrong": 5}, 5, 80, 100, 9000, 3.0))
+    console.sampling(SamplerProgress(3, 64, 12, {"all-wrong": 5}, 5, 80, 100, 9000, 3.0))
     console.phase_started("start")
     console.note("start", "loading [weights]")
     console._live.refresh()
@@ -279,7 +279,7 @@ def test_the_null_observer_has_every_method_and_writes_nothing(tmp_path, monkeyp
     assert public <= set(vars(NullObserver)), "each public method is overridden"
     with silent.phase("rollout") as phase:
         phase.update(1, 2)
-    silent.sampling(Progress(1, 1, 0, {}, 0, 0, 0, 0, 0.0))
+    silent.sampling(SamplerProgress(1, 1, 0, {}, 0, 0, 0, 0, 0.0))
     silent.step(1, {"a": 1.0}, make_groups(1))
     silent.evaluation(1, {})
     assert silent.has_evaluation(1) is False

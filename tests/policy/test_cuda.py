@@ -326,7 +326,8 @@ def continued(policy):
 
 
 def save_and_continue(rendezvous, distributed, folder):
-    from megatron_dapo.checkpoints.policy_state import save_policy
+    from save_policy import save_policy
+
     from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights
 
     policy = resumable(rendezvous, distributed)

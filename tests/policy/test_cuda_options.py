@@ -94,7 +94,8 @@ def test_options_of_a_moe_model_train_like_the_defaults(name):
 
 
 def save_and_continue(rendezvous, options, folder):
-    from megatron_dapo.checkpoints.policy_state import save_policy
+    from save_policy import save_policy
+
     from megatron_dapo.selfcheck.synthetic import awkward_batch
 
     policy = make(rendezvous, "dense", options)

@@ -10,8 +10,9 @@ from joined_ranks import RankJobs
 from long_lists import some
 from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradients
 from safetensors.torch import load_file, save_file
+from save_policy import save_policy
 
-from megatron_dapo.checkpoints.policy_state import load_policy, save_policy
+from megatron_dapo.checkpoints.policy_state import load_policy
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.policy import LoraConfig

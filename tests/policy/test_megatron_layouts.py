@@ -10,8 +10,9 @@ import pytest
 import torch
 from joined_ranks import RankJobs
 from long_lists import some
+from save_policy import save_policy
 
-from megatron_dapo.checkpoints.policy_state import load_policy, save_policy
+from megatron_dapo.checkpoints.policy_state import load_policy
 from megatron_dapo.config import check_model, check_world, parse_config
 from megatron_dapo.policy import step as step_module
 from megatron_dapo.policy.megatron.runtime import initialize

@@ -188,8 +188,8 @@ def test_experts_of_another_model_are_errors(models):
 
 def test_the_configuration_of_routing_replay():
     engine = parse_config({"policy": {"routing_replay": "engine"}})
-    assert engine.rollout.servers.returns_experts
-    assert not parse_config({}).rollout.servers.returns_experts
+    assert engine.rollout.servers.demands.returns_experts
+    assert not parse_config({}).rollout.servers.demands.returns_experts
     with pytest.raises(ConfigError, match=r"rollout\.engine is embedded: only SGLang"):
         parse_config({"policy": {"routing_replay": "engine"}, "rollout": {"engine": "embedded"}})
     with pytest.raises(ConfigError, match=r"routed_experts"):  # one key for both

@@ -133,7 +133,7 @@ def test_what_it_cannot_do_is_refused(change, tmp_path):
 def test_a_run_on_cuda(tmp_path):
     """One key: the servers' kernels, deterministic algorithms and the gate follow."""
     config = parse_config(raw("qwen2", tmp_path, **SGLANG))
-    assert config.rollout.servers.exact and config.policy.is_deterministic
+    assert config.rollout.servers.demands.exact and config.policy.is_deterministic
     assert (config.gate.max_mean_gap, config.gate.max_gap) == (0, 0)
     check_config(config)
     with pytest.raises(ConfigError, match="fp32 on a machine without CUDA"):

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from connect_engine import connect_engine
 from fake_server import FakeServer, damaged_http, raw_reply, response_of
 from faults import Texts, settings
 from simulation import Prompts
@@ -23,7 +24,6 @@ from simulation import Prompts
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.engines.sglang import load_balancer, server_state
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.reward import open_graders
 from megatron_dapo.rollout import generation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
@@ -160,7 +160,7 @@ async def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_
     servers = [await FakeServer(fault=hostile(chance, counts)).start() for _ in range(2)]
     for server in servers:
         server.label = str(VERSION)
-    engine = await SGLangEngine.connect([server.url for server in servers], config, version=VERSION)
+    engine = await connect_engine([server.url for server in servers], config, version=VERSION)
     engine.vocabulary = VOCABULARY
     made = RolloutFunction("python:a.b", function, {}, Texts()) if rewarded_by == "function" else None
     remote = rewarded_by in ("judge", "http")

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from concurrent.futures import Future
 
-from megatron_dapo.engines.sglang.engine import SGLangEngine
+from connect_engine import connect_engine
 
 
 class EngineThread:
@@ -13,7 +13,7 @@ class EngineThread:
     def __init__(self, urls, config, directory, version):
         self.loop, self.rollout = asyncio.new_event_loop(), config.rollout
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.engine = self.do(SGLangEngine.connect(urls, config.rollout, model=str(directory), version=version))
+        self.engine = self.do(connect_engine(urls, config.rollout, model=str(directory), version=version))
         self.server = self.engine.servers[-1]
 
     def start(self, work) -> Future:

@@ -3,11 +3,11 @@
 import asyncio
 
 import torch
+from connect_engine import connect_engine
 from event_loop import close_at_the_end
 from simulation import Prompts
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, as_tokens
 
@@ -30,7 +30,7 @@ def settings(**servers):
 async def connect(servers, config, **options):
     """An engine of these fake servers. It is closed when the test ends."""
     urls = [server.url for server in servers]
-    return close_at_the_end(await SGLangEngine.connect(urls, config, **options))
+    return close_at_the_end(await connect_engine(urls, config, **options))
 
 
 class Texts:

@@ -38,7 +38,7 @@ class RealServer:
 
 def start_servers(versions, directory, folders, kind="qwen3", **demands):
     """Yields a server of each version, with a `tiny_model` of this kind, and ends them. `demands`: of a run's other
-    settings, see ServerConfig.demand."""
+    settings, see ServerDemands."""
     from tiny_model import tiny_model
 
     from megatron_dapo.config.rollout import ServerConfig
@@ -51,7 +51,7 @@ def start_servers(versions, directory, folders, kind="qwen3", **demands):
             device="cpu", python=str(sglang_python(version)), dtype="float32", port=free_port(), start_timeout=600,
             api_key_env=API_KEY_VARIABLE, environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},
         )  # fmt: skip
-        config.demand(**{"checksums": True, **demands})
+        config.demand(**{"computes_checksums": True, **demands})
         process = ServerProcess(str(directory), config, 0, folders.mktemp(f"sglang-{version}"))
         process.spawn()
         servers[version] = RealServer(process, config, directory, tiny_model(kind))

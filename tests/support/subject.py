@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import torch
+from connect_engine import connect_engine
 from installed_sglang import API_KEY_VARIABLE, RealServer
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
 
 from megatron_dapo.config.rollout import EmbeddedConfig, RolloutConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.types import as_tokens
 
 TOLERANCE = 1e-4
@@ -45,7 +45,7 @@ class Subject:
             small = EmbeddedConfig(batch_tokens=32)
             engine = EmbeddedEngine(copy_of(self.model), byte_tokenizer(), small, pause_mode=mode)
         else:
-            engine = await SGLangEngine.connect(
+            engine = await connect_engine(
                 [url or self.server.process.url], config or settings(transport),
                 model=str(self.server.directory), version=self.server.version,
             )  # fmt: skip

@@ -102,7 +102,7 @@ def sent(rendezvous, layout, model, senders):
         policy.load_hf(random_hf_weights(policy.shape, seed))
         buckets = [[(name, bits(tensor).clone()) for name, tensor in bucket] for bucket in weights.buckets()]
         found.append({name: tensor for bucket in buckets for name, tensor in bucket})
-    return found, weights.total_bytes, [flat_size(plan.specs) for plan in weights.plans]
+    return found, [flat_size(plan.specs) for plan in weights.plans]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_senders_send_the_recomputed_quantisation(layout, model, senders):
             assert torch.equal(found.pop(name), bits(values)), name
             assert torch.equal(found.pop(name + SCALE), scales), name
         assert not found
-    assert ranks[0][1] == sum(ranks[0][2]) and sum(len(rounds[0]) > 0 for rounds, *_ in ranks) > (senders != "one")
+    assert sum(len(rounds[0]) > 0 for rounds, *_ in ranks) > (senders != "one")
 
 
 @pytest.fixture(scope="module")

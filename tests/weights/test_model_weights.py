@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tiny_qwen
 import torch
+from save_policy import save_policy
 
-from megatron_dapo.checkpoints.policy_state import load_weights, save_policy
+from megatron_dapo.checkpoints.policy_state import load_weights
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.errors import RankError
 from megatron_dapo.policy.batch import TrainBatch

@@ -17,9 +17,9 @@ import fused_adam
 import pytest
 import stock_megatron
 import torch
+from save_policy import save_policy
 from test_model_weights import build_policy
 
-from megatron_dapo.checkpoints.policy_state import save_policy
 from megatron_dapo.config import ModelShape
 from megatron_dapo.policy.megatron.optimizer_state import inner_optimizers
 from megatron_dapo.processes.fork_ranks import run_ranks

@@ -9,6 +9,7 @@ from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
 from megatron_dapo.sync import gather
+from megatron_dapo.weights.tensor_spec import flat_size
 
 
 def synced(place, layout, model, bucket_bytes, rounds):
@@ -20,7 +21,7 @@ def synced(place, layout, model, bucket_bytes, rounds):
     for seed in range(rounds):
         policy.load_hf(random_hf_weights(policy.shape, seed))
         found.append([[(name, tensor.clone()) for name, tensor in bucket] for bucket in weights.buckets()])
-    return found, weights.total_bytes
+    return found, sum(flat_size(plan.specs) for plan in weights.plans)
 
 
 @pytest.mark.parametrize(

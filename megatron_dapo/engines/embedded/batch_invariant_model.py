@@ -29,7 +29,7 @@ from megatron_dapo.batch_invariant import PAGE, BatchInvariant, attend, delta_ru
 from megatron_dapo.config.families import FAMILIES
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.errors import EngineError
-from megatron_dapo.sync.bucket import Bucket
+from megatron_dapo.sync.bucket import Bucket, Manifest
 
 CURRENT, BEFORE = 0, 1  # the state after the last written position, and before it
 TENSORS = ("keys", "values", "windows", "states")
@@ -310,33 +310,21 @@ class WeightLoader:
 
     def __init__(self, model: Any) -> None:
         self._targets = dict(checkpoint_tensors(model))
-        self._tied = bool(model.config.tie_word_embeddings)
-        self._seen: set[str] = set()
-        self.bytes = 0
-
-    @property
-    def count(self) -> int:
-        return len(self._seen)
+        shapes = {name: tuple(target.shape) for name, target in self._targets.items()}
+        self._manifest = Manifest(shapes, tied=bool(model.config.tie_word_embeddings))
+        self.missing = self._manifest.missing
+        self.count = self.bytes = 0
 
     def load(self, bucket: Bucket) -> str:
         for full_name, tensor in bucket:
             name = full_name.replace("model.language_model.", "model.", 1)
-            target = self._targets.get(name)
-            if target is None:
-                return f"the model has no tensor {name!r}"
-            if name in self._seen:
-                return f"tensor {name!r} was sent twice"
-            if target.shape != tensor.shape:
-                return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
+            if problem := self._manifest.check([(name, tensor)]):
+                return problem
             with torch.no_grad():
-                target.copy_(tensor)
-            self._seen.add(name)
+                self._targets[name].copy_(tensor)
+            self.count += 1
             self.bytes += tensor.numel() * tensor.element_size()
         return ""
-
-    def missing(self) -> str:
-        absent = sorted(set(self._targets) - self._seen - ({"lm_head.weight"} if self._tied else set()))
-        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""
 
 
 def checkpoint_tensors(model: Any) -> list[tuple[str, Tensor]]:

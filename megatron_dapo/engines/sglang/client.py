@@ -15,7 +15,7 @@ import pickle
 import socket
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
     RequestRefused,
     ServerFailure,
+    wait_for_living,
 )
 from megatron_dapo.engines.sglang.keys import Keys
 from megatron_dapo.engines.sglang.response_parser import (
@@ -106,18 +107,18 @@ class SGLangClient:
             raise EngineError(f"server {self.name} runs SGLang {version}; expected 0.5.17 or newer")
         self.tensor_parallel = int(info.get("tp_size") or 1)
         routed_experts = bool(info.get("enable_return_routed_experts"))
-        if self.config.returns_experts and not routed_experts:
+        if self.config.demands.returns_experts and not routed_experts:
             raise EngineError(
                 f"server {self.name} does not report the experts of a token (policy.routing_replay: engine): start it "
                 "with --enable-return-routed-experts"
             )
-        if self.config.loads_packed_experts and EXPERT_LOADER not in (info.get("custom_weight_loader") or ()):
+        if self.config.demands.loads_packed_experts and EXPERT_LOADER not in (info.get("custom_weight_loader") or ()):
             raise EngineError(
                 f"server {self.name} does not load packed experts (rollout.weights.pack_experts): start it with "
                 f"--custom-weight-loader {EXPERT_LOADER}, with our in_server folder in its PYTHONPATH"
             )
         self._check_serves_adapters(info)
-        if self.config.exact:
+        if self.config.demands.exact:
             await self._check_exact()
         self.on_this_host = await asyncio.to_thread(_is_local, self.name)
         try:
@@ -135,7 +136,7 @@ class SGLangClient:
         )  # fmt: skip
 
     def _check_serves_adapters(self, info: dict[str, Any]) -> None:
-        rank = self.config.lora.rank
+        rank = self.config.demands.lora.rank
         if not rank:
             return
         slots = int(info.get("max_loras_per_batch") or 0)
@@ -507,6 +508,14 @@ class SGLangClient:
         return dict(reply)
 
 
+async def call_living(
+    servers: Sequence[SGLangClient], call: Callable[[SGLangClient], Awaitable[Any]], grace: float = float("inf")
+) -> dict[str, Any]:
+    """Calls all of them and waits for no dead one (`wait_for_living`); the results by the servers' names."""
+    calls = {server.name: call(server) for server in servers}
+    return await wait_for_living(calls, {server.name: server.answers for server in servers}, grace)
+
+
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     found: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p,
@@ -523,9 +532,10 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 def adapter_arguments(config: ServerConfig) -> list[str]:
     """What a server needs for LoRA adapters that are loaded later. Strict: a tensor without a place is an error."""
+    lora = config.demands.lora
     return [
-        "--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(config.lora.rank),
-        "--max-loras-per-batch", str(SERVED_ADAPTERS), "--lora-target-modules", *(config.lora.targets or ["all"]),
+        "--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(lora.rank),
+        "--max-loras-per-batch", str(SERVED_ADAPTERS), "--lora-target-modules", *(lora.targets or ["all"]),
     ]  # fmt: skip
 
 

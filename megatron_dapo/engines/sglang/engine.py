@@ -30,17 +30,15 @@ import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, ForeignWeightsError, SamplingParams, WeightReport
-from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client import SGLangClient, call_living
 from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
     RequestRefused,
     ServerBusy,
     ServerFailure,
     Unresponsive,
-    failures,
     nobody_listens,
     wait_all,
-    wait_for_living,
 )
 from megatron_dapo.engines.sglang.in_server.megatron_dapo_base import ACTION as SHARE
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
@@ -121,20 +119,6 @@ class SGLangEngine:
         self._epoch = 0  # counts the times that all requests were aborted
         self._aborted: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
-
-    @classmethod
-    async def connect(
-        cls, urls: Sequence[str], config: RolloutConfig, *, model: str = "", version: int = 0
-    ) -> SGLangEngine:
-        """An engine over servers that already run, without supervision."""
-        router = config.servers.router_url
-        clients = [SGLangClient(url, config.servers, generate_url=router) for url in urls]
-        engine = cls(clients, config, model=model, version=version)
-        results = await wait_all({server.name: engine.admit(server) for server in engine.servers})
-        for error in failures(results).values():
-            await engine.close()
-            raise error
-        return engine
 
     @property
     def weight_version(self) -> int:
@@ -450,20 +434,11 @@ class SGLangEngine:
             return
         self._abort_waiting()
         busy = [server for server in self.servers if server.in_flight or self.config.servers.router_url]
-        self._fail_silent(await self._all_living(busy, SGLangClient.abort))
+        self._fail_silent(await call_living(busy, SGLangClient.abort, self.config.servers.control_timeout / 4))
 
     def _abort_waiting(self) -> None:
         self._epoch += 1
         self._balancer.cancel()
-
-    async def _all_living(
-        self, servers: Sequence[SGLangClient], call: Callable[[SGLangClient], Awaitable[None]]
-    ) -> dict[str, Any]:
-        """Calls all of them and waits for no dead one."""
-        calls = {server.name: call(server) for server in servers}
-        return await wait_for_living(
-            calls, {server.name: server.answers for server in servers}, self.config.servers.control_timeout / 4
-        )
 
     def _fail_silent(self, results: Mapping[str, object]) -> None:
         """Those that do not answer have failed, and the requests on them are lost."""

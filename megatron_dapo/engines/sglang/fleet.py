@@ -132,7 +132,7 @@ class Fleet(Supervision):
         """It is ready later: it starts while the server does."""
         if not self._use_client_processes:
             return
-        share = WITH_ROUTED_EXPERTS if self._config.servers.returns_experts else SERVERS_PER_PROCESS
+        share = WITH_ROUTED_EXPERTS if self._config.servers.demands.returns_experts else SERVERS_PER_PROCESS
         used = Counter(id(other.process) for other in self._servers.values())
         free = next((client for client in self.client_processes if used[id(client)] < share), None)
         if free is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -50,7 +49,7 @@ class WeightProcessGroups:
         """Joins all ranks of all servers and the sender, for each sender."""
         config, address = self._config, self._config.master_address
         world = 1 + sum(server.tensor_parallel for server in self._servers)
-        self._store = host_store(address, _free_port(address), config.timeout)
+        self._store = host_store(address, config.timeout)
         port = self._store.port
         if link is not None:
             link.post_plan(
@@ -135,9 +134,3 @@ class WeightProcessGroups:
             f"{doing} failed: "
             + ("; ".join(broken) or f"waited {self._config.timeout:g} s for {names} (rollout.weights.timeout)")
         )
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as found:
-        found.bind((address, 0))
-        return int(found.getsockname()[1])

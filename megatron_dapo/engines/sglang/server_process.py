@@ -44,25 +44,26 @@ def sglang_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The keys are not part of it: the environment of the process must hold the variables of `key_variables`."""
     python, has_package = config.python or sys.executable, not config.python if has_package is None else has_package
+    demands = config.demands
     launcher = CPU_LAUNCHER if config.device == "cpu" else "sglang.launch_server"
     command = [
         *command_with_keys(python, launcher, key_variables(config), has_package=has_package),
         "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
-        "--dtype", "bfloat16" if config.exact else config.dtype,
-        *(["--enable-return-routed-experts"] if config.returns_experts else []),
-        *(adapter_arguments(config) if config.lora.rank else []), *(EXACT_ARGUMENTS if config.exact else []),
+        "--dtype", "bfloat16" if demands.exact else config.dtype,
+        *(["--enable-return-routed-experts"] if demands.returns_experts else []),
+        *(adapter_arguments(config) if demands.lora.rank else []), *(EXACT_ARGUMENTS if demands.exact else []),
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
-    loaders = [*(CHECKSUM_LOADERS if config.computes_checksums else ())]
-    loaders += [EXPERT_LOADER] if config.loads_packed_experts else []
+    loaders = [*(CHECKSUM_LOADERS if demands.computes_checksums else ())]
+    loaders += [EXPERT_LOADER] if demands.loads_packed_experts else []
     command += ["--custom-weight-loader", *loaders] if loaders else []
-    if config.exact:
+    if demands.exact:
         paths.append(str(IN_SERVER / "exact_plugin"))
         environment["SGLANG_PLUGINS"] = "megatron_dapo_exact"
-    elif config.lora.rank:
+    elif demands.lora.rank:
         paths.append(str(IN_SERVER / "adapter_plugin"))
-    if loaders or config.exact or config.lora.rank:
+    if loaders or demands.exact or demands.lora.rank:
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])
@@ -73,7 +74,7 @@ def sglang_command(
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle",
             "--max-total-tokens", "20000", "--max-running-requests", "16",
-            *(["--lora-backend", "torch_native"] if config.lora.rank else []),
+            *(["--lora-backend", "torch_native"] if demands.lora.rank else []),
         ]  # fmt: skip
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     else:
@@ -201,16 +202,20 @@ def _private(path: str, flags: int) -> int:
 
 def _free_port(host: str, first: int, taken: set[int]) -> int:
     for port in range(first, min(first + 1000, 65536)):
-        if port in taken:
-            continue
-        with socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                trial.bind((host, port))
-            except OSError:
-                continue
-        return port
+        if port not in taken and is_free(host, port):
+            return port
     raise EngineError(f"no free port on {host} from {first} on (rollout.servers.port)")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 class ExternalServer:

@@ -24,15 +24,15 @@ import torch
 from megatron_dapo.config.families import find_family
 from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.sglang.client import ADAPTER_PREFIX, FLATTENED, SGLangClient
-from megatron_dapo.engines.sglang.http import failures, wait_for_living
+from megatron_dapo.engines.sglang.client import ADAPTER_PREFIX, FLATTENED, SGLangClient, call_living
+from megatron_dapo.engines.sglang.http import failures
 from megatron_dapo.engines.sglang.in_server.megatron_dapo_checksums import sha256
 from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.response_parser import updating_label
 from megatron_dapo.engines.sglang.weight_proof import SentChecksums, Sums, checksums_of
 from megatron_dapo.errors import EngineError
 from megatron_dapo.files import read_safetensors_directory, unpacked
-from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, flatten, specs_of
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, Manifest, RemoteBucket, bucket_in, flatten, specs_of
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.sync.remote_sender import SenderLink
 from megatron_dapo.sync.shared_bucket import SharedBucket, packed, share, shared_memory
@@ -41,44 +41,22 @@ from megatron_dapo.weights.adapters import adapter_config
 from megatron_dapo.weights.tensor_spec import flat_size
 
 
-class WeightManifest:
-    """The tensors that an update must contain: exactly those of the model that the servers were started with. Names and
-    shapes are from the safetensors headers of its directory; without one everything is accepted. Tensors that are never
-    synced (a vision tower, multi-token prediction) are not part of an update, and experts have one name each."""
+class WeightManifest(Manifest):
+    """Of the model that the servers were started with. Names and shapes are from the safetensors headers of its
+    directory; without one everything is accepted. Tensors that are never synced (a vision tower, multi-token
+    prediction) are not part of an update, and experts have one name each."""
 
     def __init__(self, model: str | Path) -> None:
         file = Path(model) / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
         family = find_family(config)
         carried = family.carried if family else ()
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         if str(model) and any(Path(model).glob("*.safetensors")):
             stored = unpacked(read_safetensors_directory(model))
-            self._shapes = {name: tensor.shape for name, tensor in stored.items() if not name.startswith(carried)}
-        self._tied = bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
-        self._seen: set[str] = set()
-
-    def begin(self) -> None:
-        self._seen = set()
-
-    def check(self, bucket: Bucket) -> str:
-        """What is wrong with the bucket, or an empty string."""
-        for spec in specs_of(bucket):
-            name = spec.name
-            if name in self._seen:
-                return f"tensor {name!r} was sent twice"
-            self._seen.add(name)
-            expected = self._shapes.get(name)
-            if self._shapes and expected is None and not (self._tied and name == "lm_head.weight"):
-                return f"the model has no tensor {name!r}"
-            if expected is not None and expected != spec.shape:
-                return f"tensor {name!r} has shape {spec.shape}, expected {expected}"
-        return ""
-
-    def missing(self) -> str:
-        optional = {"lm_head.weight"} if self._tied else set()
-        absent = sorted(set(self._shapes) - self._seen - optional)
-        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""
+            shapes = {name: tensor.shape for name, tensor in stored.items() if not name.startswith(carried)}
+        tied = config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings")
+        super().__init__(shapes, tied=bool(tied))
 
 
 Errors = dict[str, BaseException]  # by the server's name
@@ -193,9 +171,8 @@ class DiskTransport(Transport):
             return transfer
         path = str(self._snapshot.commit())
         timeout, flush = self._config.timeout, self._config.flushes_cache
-        calls = {server.name: server.load_from_disk(path, timeout, flush=flush) for server in servers}
-        answers = {server.name: server.answers for server in servers}
-        transfer.failed |= failures(await wait_for_living(calls, answers, float("inf")))
+        results = await call_living(servers, lambda server: server.load_from_disk(path, timeout, flush=flush))
+        transfer.failed |= failures(results)
         await self._read_checksums(transfer)
         return transfer
 
@@ -306,12 +283,10 @@ class TensorTransport(DirectTransport):
             except EngineError as error:
                 return {server.name: error for server in servers}
         timeout = self._config.timeout
-        calls = {server.name: server.load_tensors(payloads[server.name], timeout) for server in servers}
-        answers = {server.name: server.answers for server in servers}
-        failed = failures(await wait_for_living(calls, answers, float("inf")))
+        results = await call_living(servers, lambda server: server.load_tensors(payloads[server.name], timeout))
         if self._link is not None:
             self._link.done(number)
-        return failed
+        return failures(results)
 
     async def _payloads(
         self,
@@ -457,9 +432,7 @@ class AdapterTransport(Transport):
             payloads = {"serialized_named_tensors": [shared[server.on_this_host].payload] * server.tensor_parallel}
             return server.load_adapter(name, version, body | payloads, self._config.timeout)
 
-        answers = {server.name: server.answers for server in servers}
-        calls = {server.name: load(server) for server in servers}
-        return failures(await wait_for_living(calls, answers, float("inf")))
+        return failures(await call_living(servers, load))
 
     @cached_property
     def _description(self) -> dict[str, Any]:

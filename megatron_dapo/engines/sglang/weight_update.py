@@ -24,8 +24,8 @@ import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Capabilities, WeightReport, WeightUpdateError
-from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient
-from megatron_dapo.engines.sglang.http import Unresponsive, all_of, failures, wait_all, wait_for_living
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient, call_living
+from megatron_dapo.engines.sglang.http import Unresponsive, all_of, failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import BASE_LABEL, is_updating_label, updating_label
 from megatron_dapo.engines.sglang.transports import AdapterTransport, Errors, Transfer, make_transport
 from megatron_dapo.engines.sglang.weight_proof import PROBE, Probes, compare
@@ -66,7 +66,7 @@ class WeightUpdater:
     def __init__(self, config: RolloutConfig, snapshot: Snapshot) -> None:
         self._config = config.weights
         self._snapshot = snapshot
-        self._transport = make_transport(config.weights, snapshot, config.servers.lora)
+        self._transport = make_transport(config.weights, snapshot, config.servers.demands.lora)
         self._adapters = self._transport if isinstance(self._transport, AdapterTransport) else None
         self._brackets = config.weights.transport != "disk"
         self.loaded: _Loaded | None = None  # between `load` and `serve`
@@ -100,9 +100,8 @@ class WeightUpdater:
                 server.state.withdrawn(f"the update to version {version} has not ended")
         async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
-            calls = {server.name: self._prepare(server, version) for server in up}
             grace = up[0].config.control_timeout / 4 if up else 0.0
-            failed |= failures(await wait_for_living(calls, {s.name: s.answers for s in up}, grace))
+            failed |= failures(await call_living(up, lambda server: self._prepare(server, version), grace))
             ready = [server for server in servers if server.name not in failed]
             prepared = time.monotonic() - started
             try:
@@ -229,12 +228,9 @@ class WeightUpdater:
 
     async def _commit(self, version: int, servers: Sequence[SGLangClient], brackets: bool = True) -> Errors:
         """Proves and labels the version on each server; returns the errors of those that failed."""
-        answers = {server.name: server.answers for server in servers}
-        calls = {s.name: self._finish(s, version, brackets) for s in servers}
-        failed = failures(await wait_for_living(calls, answers, float("inf")))
+        failed = failures(await call_living(servers, lambda server: self._finish(server, version, brackets)))
         labelled = [server for server in servers if server.name not in failed]
-        evidence = {s.name: self._evidence(s, version) for s in labelled}
-        results = await wait_for_living(evidence, answers, float("inf"))
+        results = await call_living(labelled, lambda server: self._evidence(server, version))
         failed |= failures(results)
         probes = {name: found for name, found in results.items() if isinstance(found, np.ndarray)}
         wrong = self._probes.compare(version, probes)

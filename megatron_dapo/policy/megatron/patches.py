@@ -1,4 +1,5 @@
-"""Every place where we replace something of Megatron-Core, torch or SGLang: one list, `PATCHES`.
+"""Every place where we replace something of Megatron-Core or torch: one list, `PATCHES`. Modules of ours that run in
+SGLang servers (engines/sglang) replace something of SGLang there; docs/megatron.md lists it, too.
 
 A patch says what it replaces and why, which versions of megatron-core need it and where that is reported upstream.
 `needed` asks the installed version, in a process without patches. docs/megatron.md shows the list. Tests fail when an
@@ -228,27 +229,15 @@ def patch_optimizer(optimizer: Any) -> None:
 class Patch:
     target: str
     reason: str
-    when: Literal["import", "no CUDA", "model", "optimizer", "server"]
+    when: Literal["import", "no CUDA", "model", "optimizer"]
     apply: Callable[..., Any]
     needed: Callable[[], bool]
     fixed_in: str = ""  # the first version of megatron-core that needs it no longer; empty: none so far
     upstream: str = ""  # where it is reported; empty: nothing to fix there
 
-    def concerns(self, version: str) -> bool:
-        """Whether this version of megatron-core should need it."""
-        return not self.fixed_in or _numbers(version) < _numbers(self.fixed_in)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
-
 
 def _source_has(text: str, *objects: Any) -> Callable[[], bool]:
     return lambda: all(text in inspect.getsource(item) for item in objects)
-
-
-def _in_server(*_: Any) -> None:
-    """Applied by the server process itself."""
 
 
 PULL = "https://github.com/NVIDIA/Megatron-LM/pull/"
@@ -338,35 +327,5 @@ PATCHES = (
         "optimizer", save_whole_parameters,
         _source_has("data corruption", DistributedOptimizer.sharded_param_state_fully_reshardable),
         fixed_in="0.20", upstream="upstream/bucket-padding.md",
-    ),
-    Patch(
-        "SGLang: load_weights of the served model",
-        "loads the experts of a layer in two or three copies (engines/sglang/in_server, through SGLang's own option "
-        "--custom-weight-loader)",
-        "server", _in_server, lambda: True,
-    ),
-    Patch(
-        "SGLang: load_weights of the served model, WeightChecker.handle",
-        "records where tensors are loaded to, and answers with checksums of what was sent and with sketches of hidden "
-        "states (engines/sglang/in_server, through the same option)",
-        "server", _in_server, lambda: True,
-    ),
-    Patch(
-        "SGLang: load_lora_adapter_from_tensors of BaseTpWorker and LoRAManager",
-        "compares the SHA-256 of an adapter in many threads instead of one (engines/sglang/in_server, as a plugin of "
-        "SGLang)",
-        "server", _in_server, lambda: True,
-    ),
-    Patch(
-        "SGLang with policy.true_on_policy: matmul_persistent and _log_softmax_batch_invariant of batch_invariant_ops, "
-        "forward_cuda of RMSNorm, SiluAndMul and RotaryEmbedding, TritonAttnBackend.__init__, WeightChecker.handle",
-        "computes with the trainer's kernels, and proves it (engines/sglang/in_server, as a plugin of SGLang)",
-        "server", _in_server, lambda: True,
-    ),
-    Patch(
-        "SGLang on a CPU: the packages sgl_kernel and torchvision, multiprocessing.set_start_method",
-        "both packages are published for CUDA only; processes are forked, which takes a third of the CPU time "
-        "(engines/sglang/cpu_stubs)",
-        "server", _in_server, lambda: True,
     ),
 )  # fmt: skip

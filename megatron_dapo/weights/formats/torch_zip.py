@@ -60,11 +60,13 @@ class TensorArchive:
             raise BadArchive(f"{self.nbytes} bytes in one archive; the caller must split tensors into smaller chunks")
         before = [(b"archive/data.pkl", _pickled(dtype, shape)), (b"archive/byteorder", sys.byteorder.encode())]
         after = (b"archive/version", b"3\n")
-        records = b"".join(_local(name, data) for name, data in before)
+        records, entries = _records(before)
         self.head = records + _local_header(b"archive/data/0", 0, self.nbytes, align_from=len(records))
         self.data_offset = len(self.head)
         end = self.data_offset + self.nbytes
-        self.tail = _local(*after) + _directory_of(before, (b"archive/data/0", len(records), self.nbytes), after, end)
+        last, entry = _records([after], end)
+        entries += [_central(b"archive/data/0", 0, self.nbytes, len(records)), *entry]
+        self.tail = last + _directory_of(entries, end + len(last))
         self.length = end + len(self.tail)
 
 
@@ -76,30 +78,30 @@ def tensor_archive(dtype: Dtype, shape: tuple[int, ...]) -> TensorArchive:
 
 def object_archive(value: Any) -> bytes:
     """What `torch.save` writes for an object without tensors."""
-    records = [
-        (b"archive/data.pkl", pickle.dumps(value, protocol=2)),
-        (b"archive/byteorder", sys.byteorder.encode()),
-        (b"archive/version", b"3\n"),
-    ]
-    body = entries = b""
-    for name, data in records:
-        entries += _central(name, zlib.crc32(data), len(data), len(body))
-        body += _local(name, data)
-    return body + entries + _END.pack(b"PK\5\6", 0, 0, len(records), len(records), len(entries), len(body), 0)
+    body, entries = _records(
+        [
+            (b"archive/data.pkl", pickle.dumps(value, protocol=2)),
+            (b"archive/byteorder", sys.byteorder.encode()),
+            (b"archive/version", b"3\n"),
+        ]
+    )
+    return body + _directory_of(entries, len(body))
 
 
-def _directory_of(
-    before: list[tuple[bytes, bytes]], data: tuple[bytes, int, int], after: tuple[bytes, bytes], end: int
-) -> bytes:
-    """The central directory; `data` is (name, header offset, size), `after` starts at byte `end`."""
-    entries, at = b"", 0
-    for name, content in before:
-        entries += _central(name, zlib.crc32(content), len(content), at)
-        at += len(_local(name, content))
-    entries += _central(data[0], 0, data[2], data[1])
-    entries += _central(after[0], zlib.crc32(after[1]), len(after[1]), end)
-    count = len(before) + 2
-    return entries + _END.pack(b"PK\5\6", 0, 0, count, count, len(entries), end + len(_local(*after)), 0)
+def _records(named: list[tuple[bytes, bytes]], start: int = 0) -> tuple[bytes, list[bytes]]:
+    """These records, the first of them at byte `start`, and their entries in the central directory."""
+    body, entries = b"", []
+    for name, data in named:
+        crc = zlib.crc32(data)
+        entries.append(_central(name, crc, len(data), start + len(body)))
+        body += _local_header(name, crc, len(data)) + data
+    return body, entries
+
+
+def _directory_of(entries: list[bytes], start: int) -> bytes:
+    """The central directory, at byte `start`."""
+    content, count = b"".join(entries), len(entries)
+    return content + _END.pack(b"PK\5\6", 0, 0, count, count, len(content), start, 0)
 
 
 def _local_header(name: bytes, crc: int, size: int, align_from: int | None = None) -> bytes:
@@ -110,10 +112,6 @@ def _local_header(name: bytes, crc: int, size: int, align_from: int | None = Non
         pad = -bare % ALIGN
         extra = b"FB" + struct.pack("<H", pad) + b"Z" * pad
     return _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, crc, size, size, len(name), len(extra)) + name + extra
-
-
-def _local(name: bytes, data: bytes) -> bytes:
-    return _local_header(name, zlib.crc32(data), len(data)) + data
 
 
 def _central(name: bytes, crc: int, size: int, at: int) -> bytes:
