@@ -279,6 +279,6 @@ def test_command_json_and_bare_model(model_dir, capsys):
 
 def test_the_command_without_a_model_names_the_key_to_set(tmp_path, capsys):
     assert main(["plan", "--gpus", "8"]) == 2
-    assert "--model Qwen2.5-32B" in capsys.readouterr().err
+    assert "policy.model=Qwen2.5-32B" in capsys.readouterr().err
     assert main(["plan", "--model", str(tmp_path / "none"), "--gpus", "8"]) == 2
     assert "is not a directory" in capsys.readouterr().err
