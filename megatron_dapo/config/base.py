@@ -133,6 +133,15 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a section. What is no section, or an empty one, is a value."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
 def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, old, new) of every value that differs. A key that only one side has counts as None on the other."""
     if isinstance(old, dict) and isinstance(new, dict):

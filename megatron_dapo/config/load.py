@@ -17,9 +17,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, hide_secrets, merged, parse_yaml
+from megatron_dapo.config.base import YamlError, admits, dump_yaml, hide_secrets, leaves, merged, parse_yaml
 from megatron_dapo.config.other_names import find_row
 from megatron_dapo.config.schema import Config
+from megatron_dapo.errors import ConfigError
 
 # What a field takes, by the type of pydantic's error.
 EXPECTED = {
@@ -173,7 +174,7 @@ def _explain(error: Any) -> list[str]:
     """One line; of an unknown section with keys of another tool, one line for each of them."""
     path = ".".join(str(part) for part in error["loc"] if re.fullmatch(r"\w*", str(part)))  # no types of a union
     if error["type"] == "extra_forbidden":
-        known = [key for key in _leaves(error["input"], path) if find_row(key)]
+        known = [key for key, _ in leaves(error["input"], path) if find_row(key)]
         return [f"unknown key {key!r}{suggestion(key)}" for key in known or [path]]
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
@@ -183,15 +184,6 @@ def _explain(error: Any) -> list[str]:
     if not expected:
         return [f"{path}: {message} (found {error['input']!r})"]
     return [f"{path}: expected {expected}, found {error['input']!r}{hint}"]
-
-
-def _leaves(value: Any, path: str) -> Iterator[str]:
-    """The dotted keys of a section; the path itself where the value is no section."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}")
-    else:
-        yield path
 
 
 def suggestion(path: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.base import ConfigError, YamlError, parse_yaml
+from megatron_dapo.config.base import ConfigError, YamlError, leaves, parse_yaml
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -47,18 +47,10 @@ def read_script(path: Path) -> Script:
 
 def _read_yaml(text: str) -> Script:
     raw = parse_yaml(text)
-    script = Script(dict(_leaves(raw, "")) if isinstance(raw, dict) else {})
+    script = Script(dict(leaves(raw)) if raw and isinstance(raw, dict) else {})
     for key, value in script.settings.items():
         script.settings[key] = _interpolated(value, script.settings)
     return script
-
-
-def _leaves(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _interpolated(value: Any, settings: dict[str, Any], depth: int = 0) -> Any:

@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo import __version__
-from megatron_dapo.config.base import parse_yaml
+from megatron_dapo.config.base import leaves, parse_yaml
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import timeline, transcripts
@@ -220,15 +220,7 @@ def _config(path: Path) -> dict[str, str]:
         raw = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return dict(_flatten(raw)) if isinstance(raw, Mapping) else {}
-
-
-def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _text(value)
+    return {key: _text(value) for key, value in leaves(raw)} if raw and isinstance(raw, dict) else {}
 
 
 def _text(value: Any) -> str:
