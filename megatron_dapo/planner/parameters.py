@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -53,7 +52,7 @@ class Parameters:
 
 @lru_cache(maxsize=32)
 def count_parameters(shape: ModelShape) -> Parameters:
-    layers = _layers(shape, range(shape.layers))
+    layers = _layers(shape, frozenset(range(shape.layers)))
     embedding = shape.vocab * shape.hidden
     output = _value_head(shape) or (0 if shape.tied_embeddings else embedding)
     replicated, norms = layers["replicated"] + shape.hidden, layers["norms"] + shape.hidden  # the last norm
@@ -77,7 +76,8 @@ def _kinds(shape: ModelShape) -> list[Kind]:
     return [(layer in shape.linear_layers, shape.has_experts(layer)) for layer in range(shape.layers)]
 
 
-def _layers(shape: ModelShape, held: Iterable[int]) -> Counter[str]:
+@lru_cache(maxsize=1024)  # a search for layouts asks for the same stages thousands of times
+def _layers(shape: ModelShape, held: frozenset[int]) -> Counter[str]:
     """Parameters of these layers by kind: the names of `Parameters`."""
     total: Counter[str] = Counter()
     for kind, count in Counter(_kinds(shape)[layer] for layer in held).items():
@@ -121,12 +121,12 @@ def stage_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
     return stages[stage] if stages else -(-shape.layers // policy.pipeline_parallel)
 
 
-def _held_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> set[int]:
+def _held_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> frozenset[int]:
     """The layers of a pipeline stage. With virtual stages, a stage has a part of each round."""
-    rounds = policy.virtual_pipeline
-    sizes = [stage_layers(shape, policy, i) // rounds for i in range(policy.pipeline_parallel)]
+    rounds, pp = policy.virtual_pipeline, policy.pipeline_parallel
+    sizes = [count // rounds for count in policy.stage_layers(shape.layers) or [-(-shape.layers // pp)] * pp]
     starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(rounds)]
-    return {start + i for start in starts for i in range(sizes[stage])}
+    return frozenset(start + i for start in starts for i in range(sizes[stage]))
 
 
 def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:

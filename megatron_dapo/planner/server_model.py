@@ -130,6 +130,11 @@ class ServerModel:
     _count: int = 0
     _admissions: int = 0
     _pace: tuple[int, float] | None = None  # decoding steps to the next event and the seconds of each, if known
+    pace: float = field(init=False)  # seconds of a step of half of what it may run, per sequence: to compare servers
+
+    def __post_init__(self) -> None:
+        half = max(1, self.max_running // 2)
+        self.pace = self.decode.step(half, min(self.kv_tokens, 1024 * half)) / half
 
     def __len__(self) -> int:
         """Sequences that run or wait here."""
@@ -138,12 +143,6 @@ class ServerModel:
     @property
     def running(self) -> int:
         return self._count
-
-    @property
-    def pace(self) -> float:
-        """Seconds of a step of half of the sequences that it may run, per sequence: to compare servers."""
-        half = max(1, self.max_running // 2)
-        return self.decode.step(half, min(self.kv_tokens, 1024 * half)) / half
 
     @property
     def sequences(self) -> list[Sequence]:
