@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
-from installed_sglang import SGLANG_VERSIONS, sglang_python
+from installed_sglang import QUICK_IMPORT, SGLANG_VERSIONS, sglang_python
 from waiting import wait_for
 
 from megatron_dapo.config.policy import LoraConfig
@@ -291,7 +291,6 @@ def test_the_plugin_installs_into_a_real_sglang(version):
         "reply = WeightChecker.handle(WeightChecker.__new__(WeightChecker), exact.ACTION);"
         "print(RMSNorm.forward_cuda is exact._norm, *sorted(reply['checksums']))"
     )
-    done = subprocess.run(
-        [sglang_python(version), "-c", code], env=os.environ | environment, capture_output=True, text=True
-    )
+    command = [sglang_python(version), "-c", QUICK_IMPORT + code]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.stdout.split()[-4:] == ["True", "attention", "kernels", "products"], done.stderr

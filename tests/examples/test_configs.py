@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 import yaml
-from installed_sglang import SGLANG_VERSIONS, require_sglang
+from installed_sglang import QUICK_IMPORT, SGLANG_VERSIONS, require_sglang
 from long_lists import some
 from workplace import EXAMPLES, FILES, FILLED_IN, ROOT
 
@@ -230,7 +230,7 @@ def test_sglang_knows_every_argument_of_its_servers(version):
         commands.append(command[command.index("--model-path") :])
     assert any("--cuda-graph-max-bs-decode" in command for command in commands)
     said = subprocess.run(
-        [python, "-c", PARSES], input=json.dumps(commands), env={"PYTHONPATH": str(CPU_STUBS)}, text=True,
-        capture_output=True, check=False,
+        [python, "-c", QUICK_IMPORT + PARSES], input=json.dumps(commands), env={"PYTHONPATH": str(CPU_STUBS)},
+        text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert said.returncode == 0, said.stderr[-500:]

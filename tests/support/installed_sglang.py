@@ -11,6 +11,9 @@ from waiting import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG_VERSIONS = tuple(some(("0.5.18", "0.5.23"), "0.5.23"))  # oldest first
+# The first line of a program that imports SGLang: a search for garbage would visit all that is imported so far, and
+# SGLang's dumper would import Megatron.
+QUICK_IMPORT = "import gc, sys; gc.disable(); sys.modules['megatron'] = None\n"
 API_KEY_VARIABLE = "MEGATRON_DAPO_TEST_KEY"  # environment variable with the key of these servers
 
 
