@@ -61,7 +61,7 @@ PART_fast := tests/algorithm tests/config tests/data tests/docs tests/rollout te
 
 # Parts of one to three CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones. The last are short, so
 # that they end together.
-PARTS := sglang launch trainer policy rest engines weights layouts critic loop selfcheck docs planner rollout
+PARTS := sglang launch engines weights selfcheck planner rest policy loop layouts trainer critic docs rollout
 # The files that need a real SGLang server share one.
 PART_sglang    := $(shell grep -lwE 'sglang_server|server_of_version|two_servers|start_servers' tests/engines/test_*.py)
 PART_launch    := tests/launch
@@ -81,9 +81,9 @@ PART_rest      := $(foreach part,$(filter-out rest,$(PARTS)),$(addprefix --ignor
 tests-%: $(STAMP)
 	@$(BIN)/python -m pytest --durations=40 $(PART_$*)
 
-# Six at a time on two cores, because real servers and Slurm mostly wait.
+# Four at a time on two cores, because real servers and Slurm mostly wait. Six would need a twentieth more CPU time.
 parts: $(STAMP)
-	@$(BIN)/python -m tests.support.run_parts 6 $(foreach part,$(PARTS),"$(part) $(PART_$(part))")
+	@$(BIN)/python -m tests.support.run_parts 4 $(foreach part,$(PARTS),"$(part) $(PART_$(part))")
 
 mutants: $(STAMP)
 	@$(BIN)/python -W ignore benchmarks/mutants.py
