@@ -77,6 +77,7 @@ def test_plan_and_dry_run(name, tmp_path, monkeypatch, capsys):
         "trainer.mini_batch_prompts": 4, "policy.micro_batch_tokens": 4096,
     }  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("megatron_dapo.trainer.rehearsal.CHECKED_BYTES", 1 << 24)  # all of them are zero
     (tmp_path / "run.yaml").write_text("{}")
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     assert main(["train", str(tmp_path / "run.yaml"), "--dry-run", *words]) == 0
