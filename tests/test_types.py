@@ -17,6 +17,7 @@ from megatron_dapo.types import (
     as_logprobs,
     as_tokens,
     json_default,
+    pack_experts,
 )
 
 
@@ -96,3 +97,9 @@ def test_ungraded_samples_are_not_wrong_samples():
     assert ungraded.grade.ungraded
     group = Group(Prompt("p", "", as_tokens([])), [ungraded, sample(), sample(grade=Grade(False, -1.0))])
     assert group.accuracies == [True, False]
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(255, np.uint8), (256, np.uint16)])
+def test_experts_have_the_smallest_type_that_holds_them(largest, dtype):
+    packed = pack_experts(np.array([[0, largest]]))
+    assert packed.dtype == dtype and packed.tolist() == [[0, largest]]

@@ -93,6 +93,12 @@ def test_requests_wait_for_a_slot_of_the_least_loaded_server():
     assert [(time, sequences.index(s)) for time, s in ends] == [(2.0, 1), (4.0, 2), (8.0, 0)]
 
 
+def test_of_idle_servers_the_fastest_takes_a_request():
+    slow, fast = (ServerModel(replace(SECOND, fixed=fixed), 1000, max_running=4) for fixed in (9.0, 1.0))
+    FleetModel([slow, fast]).submit([Sequence(4, 1, 0)])
+    assert (slow.running, fast.running) == (0, 1)
+
+
 def test_an_aborted_request_makes_room():
     fleet = FleetModel([ServerModel(SECOND, 1000, max_running=1)])
     first, second, third = (Sequence(n, 1, 0) for n in (4, 1, 5))

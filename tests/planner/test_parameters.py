@@ -82,6 +82,16 @@ def test_ranks_of_an_untied_model_add_up():
         assert total == count_parameters(shape).total
 
 
+def test_a_stage_has_the_experts_of_its_own_layers():
+    """Experts in the second half of the layers only: on the second of two stages, and in each second part of four."""
+    shape = published("Qwen3-30B-A3B")
+    shape = dataclasses.replace(shape, dense_layers=tuple(range(shape.layers // 2)))
+    for rounds, shares in ((1, (0, 1)), (2, (0.5, 0.5))):
+        policy = PolicyConfig(pipeline_parallel=2, virtual_pipeline=rounds)
+        found = tuple(rank_parameters(shape, policy, stage).experts for stage in range(2))
+        assert found == tuple(share * count_parameters(shape).experts for share in shares)
+
+
 def test_a_tied_output_layer_counts_once():
     tied = published("Qwen2.5-0.5B")
     untied = dataclasses.replace(tied, tied_embeddings=False)
