@@ -33,7 +33,7 @@ KEY = "ABLATION_SERVER_KEY"  # environment variable: server and trainers get a r
 def started_server(
     config_file: str, settings: list[str], share: float, arguments: list[str], logs: Path
 ) -> Iterator[list[str]]:
-    """The settings of a run that uses it. The server is ended at the end, or with this process."""
+    """Yields the settings of a run that uses it. The server is ended at the end, or with this process."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended then, too
     os.environ.setdefault(KEY, secrets.token_hex(24))
     config = load_config(config_file, settings)
@@ -45,8 +45,10 @@ def started_server(
 
     async def ready() -> None:
         client = server.client()
-        await server.wait_ready(client)
-        await client.close()
+        try:
+            await server.wait_ready(client)
+        finally:
+            await client.close()
 
     try:
         asyncio.run(ready())

@@ -95,6 +95,8 @@ def main() -> int:
     parser.add_argument("--share", type=float, help="of the GPU memory, for one server of all runs; --jobs is then 1")
     own, server_arguments = split_arguments()
     args = parser.parse_args(own)
+    if server_arguments and args.share is None:
+        parser.error("arguments after -- are for the server of --share")
     out, raw = args.out.resolve(), yaml.safe_load(args.config.read_text())
     out.mkdir(parents=True, exist_ok=True)
     task = out / "task.yaml"

@@ -152,7 +152,7 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
             _, mount, found, *_ = line.split(" ")
-            point = Path(mount.encode().decode("unicode_escape"))
+            point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount))
             if path.absolute().is_relative_to(point) and len(point.parts) >= len(best.parts):
                 best, kind = point, found
     return kind

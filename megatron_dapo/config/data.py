@@ -26,7 +26,8 @@ class PromptFileConfig(Section):
     )
     split: str = Field("train", description="Split of a hub dataset or of a folder.")
     configuration: str | None = Field(
-        None, description="Configuration of a hub dataset, e.g. main of openai/gsm8k; null: the only one there is."
+        None,
+        description="Configuration of a hub dataset, e.g. main of openai/gsm8k; null: the only one.",
     )
     template: str = Field(
         "dapo",

@@ -14,13 +14,13 @@ be given as JSON text. Parquet fills absent fields of nested values with null; n
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import gzip
 import io
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -94,13 +94,14 @@ def _of_split(folder: Path, files: list[Path], config: PromptFileConfig) -> list
     name; the other folders above it are its configuration."""
     split, wanted = config.split, config.configuration
     names = {file: file.relative_to(folder) for file in files}
-    files = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]  # .ipynb_checkpoints
+    names = {f: name for f, name in names.items() if not any(part.startswith(".") for part in name.parts)}
+    files = list(names)  # without .ipynb_checkpoints and the like
     of_split = [f for f in files if names[f].name.startswith(split) or split in names[f].parts[:-1]]
     if not of_split and not any(part.startswith(SPLITS) for f in files for part in names[f].parts):
         of_split = files  # the dataset has no splits
     listed = ", ".join(str(name) for name in list(names.values())[:20]) or "no file that can be read"
     if not of_split:
-        raise DataError(f"data.split: {config.path!r} has no parquet file of split {split!r}; it has {listed}")
+        raise DataError(f"data.split: {config.path!r} has no file of split {split!r}; it has {listed}")
     found: dict[str, list[Path]] = {}
     for file in of_split:
         found.setdefault("/".join(part for part in names[file].parts[:-1] if part != split) or ".", []).append(file)
@@ -204,7 +205,6 @@ _TEXTS = {"dapo": DAPO_TEMPLATE, "plain": "{question}", "": "{question}"}
 Message = dict[str, Any]
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
-_MESSAGES_AS_TEXT = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 _DAPO_START, _DAPO_END = DAPO_TEMPLATE.split("{question}")
 
 
@@ -236,8 +236,7 @@ class MissingColumn(BadRow):
 
 def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     column, value = _find(row, config.question_column, QUESTION_COLUMNS, "question")
-    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value):
-        value = _parsed(value, column)
+    value = _messages_in(value)
     messages = _several_turns(value, column, config.template)
     if messages:
         question, system = next(m["content"] for m in reversed(messages) if m["role"] == "user"), ""
@@ -264,6 +263,17 @@ def _read_answer(row: dict[str, Any], config: PromptFileConfig, required: bool) 
             raise
         return ""
     return "" if value is None and not required else _answer(value, column, config.answer_marker)
+
+
+def _messages_in(value: Any) -> Any:
+    """The messages if the value is their JSON text, else the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(value)
+        if found and all(map(_role, found)):
+            return found
+    return value
 
 
 def _several_turns(value: Any, column: str, template: str) -> list[dict[str, Any]]:
@@ -330,7 +340,7 @@ def _parsed(value: Any, column: str) -> Any:
         return value
     try:
         return json.loads(value) if value.strip() else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(f"{column}: expected JSON, found {value[:60]!r} ({error})") from None
 
 
@@ -386,7 +396,7 @@ def _answer(value: Any, column: str, marker: str) -> str:
         raise BadRow(f"{column}: expected text or a number, found {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"{column}: the answer is {value}")
-    # Without an exponent, which no grader reads as one, and without the `.0` of an integer in a column of floats.
+    # No exponent, which the dapo grader does not read, and no `.0` of an integer in a column of floats.
     answer = f"{Decimal(repr(value)):f}".removesuffix(".0") if isinstance(value, float) else str(value)
     if marker and marker in answer:
         answer = answer.rpartition(marker)[2]

@@ -40,7 +40,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
     files = config.evaluate.data.files
     if not files:
         raise ConfigError("evaluate.data.path is empty: name the problems to evaluate")
-    folder, console, settings = create_output(out), Console(markup=False), config.resolved_evaluate
+    folder, console, settings = create_output(out), Console(markup=False, emoji=False), config.resolved_evaluate
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     function = load_rollout_function(config.rollout, tokenizer)
     sets = {name: load_prompts(file, tokenizer, config.rollout.max_prompt_tokens) for name, file in files.items()}

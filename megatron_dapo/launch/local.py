@@ -167,7 +167,7 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
     table.add_column(style="bold")
     for name, text in lines.items():
         table.add_row(name, text)
-    Console(file=sys.stderr, markup=False).print(table)
+    Console(file=sys.stderr, markup=False, emoji=False).print(table)
 
 
 def _experts(policy: PolicyConfig, shape: ModelShape) -> str:

@@ -60,7 +60,7 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
     if key not in GPUS:
         near = difflib.get_close_matches(key, GPUS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise PlanError(f"--gpu: unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; name the one most like it")
+        raise PlanError(f"--gpu: unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; name one that is like it")
     gpu = GPUS[key]
     return gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
 

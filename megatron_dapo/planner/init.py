@@ -57,8 +57,10 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
     try:
         with Path(output).open("x", encoding="utf-8") as stream:
             stream.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{output} exists: name a new file") from None
     except OSError as error:
-        raise ConfigError(f"{output} cannot be written ({error.strerror}): name a new file") from None
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
     print(f"wrote {output}; next: megatron-dapo train {output} --dry-run")
     return 0
 

@@ -42,8 +42,7 @@ _NUMBERS_IN_A_ROW = re.compile(r"\d(?:\s|\\[,;: ]|\\quad)+\d")
 _ASSIGNMENT = re.compile(r"\\?[A-Za-z][A-Za-z_0-9{}()]{0,20}\s*=\s*")
 _SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
 _ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?")
-# 1.5e-3, 2E4, 1e-05; but 2e-1 is Euler's number.
-_SCIENTIFIC = re.compile(r"(\d+\.\d+(?=e)|\d(?=E|e\d|e[+-]\d\d))[eE]([+-]?\d{1,3})(?![\w.^])")
+_SCIENTIFIC = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})\s*")
 LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
@@ -82,7 +81,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
 
 def equivalent(reference: str, answer: str) -> tuple[bool, str]:
     """What math-verify says about the two as LaTeX. Takes unbounded time: call it only in a process with limits."""
-    expected, found = _parse(_latex(reference)), _parse(_latex(answer))
+    expected, found = (_parse(_latex(text, other)) for text, other in ((reference, answer), (answer, reference)))
     if not expected:
         return False, "the reference cannot be read as mathematics, and the text differs"
     if not found:
@@ -181,9 +180,13 @@ def _is_number_list(answer: str) -> bool:
     return len(parts) > 1 and all(number(part.strip("$ ")) is not None for part in parts)
 
 
-def _latex(text: str) -> str:
-    """LaTeX that math-verify reads: no stray dollar signs; units and plain-text operators as LaTeX commands."""
-    text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", re.sub(r"\\?\$", "", text))
+def _latex(text: str, other: str) -> str:
+    """LaTeX that math-verify reads: no stray dollar signs; units and plain-text operators as LaTeX commands. Beside a
+    number 2e-1 is 0.2, not Euler's number."""
+    text = re.sub(r"\\?\$", "", text)
+    scientific = _SCIENTIFIC.fullmatch(text)
+    if scientific and (number(other) is not None or _SCIENTIFIC.fullmatch(other)):
+        return rf"{scientific[1]}\times 10^{{{scientific[2]}}}"
     text = re.sub(r"(?<!\\)%", r"\\%", text).replace("π", r"\pi ").replace("×", r"\times ")
     text = re.sub(r"√\s?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)

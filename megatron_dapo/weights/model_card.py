@@ -19,7 +19,7 @@ def write_model_card(checkpoint: Path, directory: Path) -> bool:
     The card of the base model, which was copied with its side files, becomes README.base.md. A missing generation
     config is made of the token ids in config.json, as transformers would do.
     """
-    checkpoint = checkpoint.resolve()
+    checkpoint = checkpoint.absolute()
     found = re.fullmatch(r"step_(\d+)(?:\+\d+)?", checkpoint.parent.name)
     run = checkpoint.parent.parent.parent
     if found is None or checkpoint.name != "policy" or not (run / "config.yaml").exists():

@@ -7,7 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 from test_prompts import accounted, load, write
 
+from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.data import DataError, arithmetic_tokenizer
+from megatron_dapo.data.columns import read_problem
 
 TURNS = [
     {"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="},
@@ -35,6 +37,14 @@ def test_several_turns_are_rendered_as_they_are(tmp_path, tokenizer):
         prompt = one(tmp_path, tokenizer, {"messages": messages, "answer": 4})
         assert prompt.text == tokenizer.decode(prompt.tokens) == TEXT
         assert (prompt.answer, prompt.meta["question"], prompt.meta["messages"]) == ("4", "2+2=", TURNS)
+
+
+TEXTS = ['[{"role": "user"}] What is this?', "[1, 2]", "[]", '[{"role":' + "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=["more", "numbers", "empty", "deep"])
+def test_text_that_only_begins_like_messages_is_a_question(text, tmp_path):
+    assert read_problem({"prompt": text, "answer": "4"}, PromptFileConfig()).question == text
 
 
 def test_the_text_of_a_template_replaces_the_last_question_only(tmp_path, tokenizer):

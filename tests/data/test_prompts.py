@@ -236,7 +236,7 @@ def test_columns_by_dotted_path_and_the_answer_marker(tmp_path, tokenizer):
 
 
 def test_numbers_are_written_as_a_response_would(tmp_path, tokenizer):
-    """A column of floats holds integers, too: no grader reads 1e+20 as a number, and to `dapo` 42.0 is not 42."""
+    """A column of floats holds integers, too: to `dapo` 1e+20 is no number, and 42.0 is not 42."""
     answers = {42.0: "42", -3.0: "-3", 0.5: "0.5", 1e20: "1" + 20 * "0", 1e-07: "0.0000001", 10**30: "1" + 30 * "0"}
     rows = [{"question": f"{i}+{i}=", "answer": answer} for i, answer in enumerate([*answers, math.nan, -math.inf])]
     prompts = load(write(tmp_path / "n.jsonl", rows), tokenizer)
@@ -281,7 +281,7 @@ def test_a_hub_dataset_is_read_from_its_parquet_files(tmp_path, tokenizer, monke
     assert [(p.text, p.meta["line"]) for p in prompts] == [("1+1=", 1), ("2+2=", 2)]
     assert asked[0][0] == "someone/sums" and asked[0][1]["repo_type"] == "dataset"
     assert [p.text for p in load("someone/sums", tokenizer, split="test")] == ["3+3="]
-    with pytest.raises(DataError, match=r"no parquet file of split 'validation'; it has data/test-0\.parquet"):
+    with pytest.raises(DataError, match=r"no file of split 'validation'; it has data/test-0\.parquet"):
         load("someone/sums", tokenizer, split="validation")
 
 

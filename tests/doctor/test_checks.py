@@ -292,6 +292,10 @@ def test_local_file_system_with_several_nodes_warns(tmp_path):
     fast = lambda: next(ticks) * 0.01  # noqa: E731
     mounts.write_text(f"root / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
     assert machine.run_directory(tmp_path, 4, fast, mounts).status == "ok"
+    folder = tmp_path / "mes données"  # spaces are octal in the list, other letters are not
+    folder.mkdir()
+    mounts.write_text(f"root / ext4 rw 0 0\nserver:/x {str(folder).replace(' ', chr(92) + '040')} nfs4 rw 0 0\n")
+    assert machine.run_directory(folder, 4, fast, mounts).status == "ok"
     mounts.write_text("root / ext4 rw 0 0\n")
     check = machine.run_directory(tmp_path, 4, fast, mounts)
     assert check.status == "warn" and "ext4 is local" in check.remedy

@@ -282,7 +282,7 @@ def parse_sweep(texts: list[str]) -> dict[str, list[str]]:
         if not equals or not values:
             raise SimulationError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
         found[key] = values.split(",")
-        if key == SPLIT and not all(map(str.isdecimal, found[key])):
+        if key == SPLIT and not all(value.strip().isdecimal() for value in found[key]):
             raise SimulationError(f"--sweep {text}: expected numbers of GPUs, for example {SPLIT}=32,64")
     return found
 
