@@ -64,7 +64,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run, on a virtual clock that starts at 0."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
-        return runner.run(coroutine)
+        return runner.get_loop().run_until_complete(coroutine)  # its `run` would print the result for nothing
 
 
 @dataclass(frozen=True, slots=True)
