@@ -27,7 +27,8 @@ class PromptFileConfig(Section):
     split: str = Field("train", description="Split of a hub dataset or of a folder.")
     configuration: str | None = Field(
         None,
-        description="Configuration of a hub dataset, e.g. main of openai/gsm8k; null: the only one.",
+        description="Configuration of a hub dataset, e.g. main of openai/gsm8k, or of a folder (. is its top); "
+        "null: the only one there is.",
     )
     template: str = Field(
         "dapo",

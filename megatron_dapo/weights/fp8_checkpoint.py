@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
@@ -56,9 +57,10 @@ def hf_to_fp8(
             with (directory / file).open("wb") as out:
                 out.write(header)
                 for name in names:
-                    if not weights[name].isfinite().all():
+                    tensor = weights[name]
+                    if not tensor.isfinite().all():
                         not_finite.append(f"{weights.stored[name].file}: tensor {name}")
-                    for key, data in _tensors(weights, name, sent[name]):
+                    for key, data in _tensors(name, tensor, sent[name]):
                         out.seek(at[key])
                         done += out.write(data)
                     progress(done, total)
@@ -77,14 +79,14 @@ def _spec(weights: HFReader, name: str) -> TensorSpec:
     return TensorSpec(name, torch_dtype(weights.dtype(name)), weights.stored[name].shape)
 
 
-def _tensors(weights: HFReader, name: str, specs: tuple[TensorSpec, ...]) -> Iterator[tuple[str, memoryview]]:
+def _tensors(name: str, tensor: Tensor, specs: tuple[TensorSpec, ...]) -> Iterator[tuple[str, memoryview]]:
     found = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
     if is_quantised(name):
-        quantise(weights[name], found[name], found[name + SCALE])
+        quantise(tensor, found[name], found[name + SCALE])
     else:
-        found[name] = weights[name].contiguous()
-    for key, tensor in found.items():
-        raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+        found[name] = tensor.contiguous()
+    for key, part in found.items():
+        raw: Any = part.view(-1).view(torch.uint8).numpy()
         yield key, memoryview(raw)
 
 
