@@ -14,7 +14,8 @@ pickles modules from elsewhere by value, and pyarrow cannot be.
 Times are taken from outside: a step ends when its line appears in the system's own log. Trained tokens/s are the
 response tokens in the loss ÷ the time between the line of the last warm-up step and the last line. Memory is what
 nvidia-smi shows, CPU seconds are those of all processes of the run. A run that fails is a row with its reason; OUT has
-a folder for each, and one that has finished is not repeated. OUT/head_to_head.json has all step lines.
+a folder for each (`seen` has its steps as they come), and one that has finished is not repeated.
+OUT/head_to_head.json has all step lines.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -116,7 +117,8 @@ def run_one(system: System, work: Work, folder: Path, limit: float) -> dict[str,
         environment.pop(name, None)
     command, cpu = system.command(work, folder), CpuTime(marked[MARK])
     steps: list[Any] = []
-    with (folder / "log").open("w") as log, (folder / "memory").open("w") as memory:
+    with ExitStack() as stack:
+        log, memory, seen = (stack.enter_context((folder / name).open("w")) for name in ("log", "memory", "seen"))
         poll = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=250"]
         smi = subprocess.Popen(poll, stdout=memory) if shutil.which("nvidia-smi") else None
         began = time.monotonic()
@@ -126,8 +128,9 @@ def run_one(system: System, work: Work, folder: Path, limit: float) -> dict[str,
             while len(steps) < work.steps and not ended and not late:
                 time.sleep(0.02)
                 ended, late = process.poll() is not None, time.monotonic() - began > limit
-                found = [step for line in lines() if (step := system.parse(line)) is not None]
-                steps += [{**step, "at": time.monotonic() - began, "cpu": cpu.total()} for step in found]
+                for step in filter(None, map(system.parse, lines())):
+                    steps.append({**step, "at": time.monotonic() - began, "cpu": cpu.total()})
+                    print(json.dumps(steps[-1]), file=seen, flush=True)
             if not late:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(ENDING)

@@ -99,6 +99,7 @@ def test_a_run_that_fails_keeps_its_steps_and_leaves_no_process(tmp_path, monkey
     system = h2h.System(lambda *_: [sys.executable, "-c", SCRIPT], "steps.jsonl", h2h.trl_step, "", h2h.VLLM_UNSET)
     run = h2h.run_one(system, h2h.Work("model", steps=3), tmp_path / "run", limit=100)
     assert run["reason"] == "RuntimeError: no third step" and [step["step"] for step in run["steps"]] == [1, 2]
+    assert [json.loads(line) for line in (tmp_path / "run" / "seen").open()] == run["steps"]
     child = int((tmp_path / "run" / "child").read_text())
     stat = Path(f"/proc/{child}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
