@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.launch.slurm import JOBS, Ask, SlurmError, ask, submitted
+from megatron_dapo.observe.runs import last_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,7 @@ def print_status(run_dir: Path, ask: Ask = ask) -> int:
 
 
 def steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((int(found[1]) for line in lines if (found := re.search(r'"step":\s*(\d+)', line))), default=0)
+    return max((record.step for record in last_records(run_dir / "metrics.jsonl").values()), default=0)
 
 
 def _describe_exit(code: str) -> str:

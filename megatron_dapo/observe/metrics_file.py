@@ -1,9 +1,9 @@
 """metrics.jsonl: one line per step or evaluation, on disk before the run continues.
 
 A line is `{"step": 3, "kind": "step" | "eval", "metrics": {...}}`. It counts once its newline is written: readers
-ignore an incomplete last line, and the next writer removes it. The writer also moves lines that are damaged to another
-file. Steps only increase. JSON has no NaN or infinity, so they are written as text ("nan", "inf", "-inf") and read back
-as numbers. A metric may have any name; some functions here say what a name implies.
+skip an incomplete last line and damaged lines; the next writer removes the first and moves the others to another file.
+Steps only increase. JSON has no NaN or infinity, so they are written as text ("nan", "inf", "-inf") and read back as
+numbers. A metric may have any name; some functions here say what a name implies.
 
 `AppendFile` and `RetryQueue` are the two halves of "a full disk never ends a run": a block is in a file completely or
 not at all, and what could not be written is kept and written later.
@@ -12,12 +12,14 @@ not at all, and what could not be written is kept and written later.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,10 +32,11 @@ DROPPED = "rollout/dropped/"
 NOT_FILTERED = ("unfinished", "stale", "surplus")
 LONGEST_PAUSE = 64  # items
 T = TypeVar("T")
+warn_once = cache(logging.getLogger(__name__).warning)  # `watch` reads a file again and again
 
 
 class RecordError(UserError):
-    """metrics.jsonl cannot be read or written; the message says which line and what to do."""
+    """metrics.jsonl cannot be read or written; the message says why."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,13 +125,11 @@ class MetricsFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Every complete line. A complete line that is not a record is an error: the file was edited or damaged."""
+    """Of all complete lines. A line that is no record, because the file was edited or damaged, is skipped."""
     records, damaged = parse_records(path)
-    for number, (_, why) in damaged.items():
-        raise RecordError(
-            f"{path}, line {number}: expected a JSON object with step, kind and metrics ({why}): the next start of the "
-            "run moves the line to another file"
-        )
+    if damaged:
+        numbers = ", ".join(map(str, damaged))
+        warn_once(f"{path}: not a record and skipped: line {numbers}; the next start moves it to {path.name}.damaged")
     return records
 
 

@@ -174,4 +174,6 @@ def _summary(found: StepExplanation, share: float, step: int) -> list[str]:
     if found.differences:
         lines += [f"{name}: recorded {a!r}, recomputed {b!r}" for name, (a, b) in found.differences.items()]
         return [*lines, f"{len(found.differences)} of {found.compared} metrics differ by more than {TOLERANCE:g}."]
+    if not found.compared:
+        return [*lines, f"metrics.jsonl has no record of step {step} to compare with."]
     return [*lines, f"{found.compared} metrics, recomputed in fp64, equal those of metrics.jsonl to {TOLERANCE:g}."]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,11 @@ def _environment(file: Path) -> dict[str, str]:
 
 def _scores(file: Path, step: int) -> list[str]:
     """A table of the evaluations before the first step, and of the newest up to `step`."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
-    found = [record for record in records if record.get("kind") == "eval" and record["step"] <= step]
+    found: list[dict[str, Any]] = []
+    for line in file.read_bytes().splitlines() if file.exists() else []:
+        with suppress(ValueError, LookupError, TypeError):  # a damaged line, or one that is not complete yet
+            record = json.loads(line)
+            found += [record] if record["kind"] == "eval" and record["step"] <= step else []
     if not found:
         return []
     names = [name for name in found[-1]["metrics"] if re.search(r"/(avg|pass|maj)@\d+$", name)]
@@ -92,4 +95,4 @@ def _scores(file: Path, step: int) -> list[str]:
 
 def _number(record: dict[str, Any], name: str) -> str:
     value = record["metrics"].get(name)
-    return "—" if value is None else f"{value:.3f}"
+    return "—" if value is None else f"{float(value):.3f}"

@@ -42,8 +42,9 @@ def test_only_completed_is_success(state, code, tmp_path, capsys):
 
 def test_status_shows_exit_code_restarts_steps_and_hang(tmp_path, capsys):
     remember(tmp_path, [7])
-    lines = [json.dumps({"step": step, "metrics": {}}) for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"step": step, "kind": "step", "metrics": {}}) for step in (1, 2, 3)]
+    damaged = b'{"step": 99, \xff\n'
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0].encode() + b"\n" + damaged + "\n".join([*lines[1:], ""]).encode())
     (tmp_path / "logs/latest/heartbeat").mkdir(parents=True)
     (tmp_path / "logs/latest/heartbeat/ended").write_text("hanging: rank 3 (pid 9 on n2)\n")
     print_status(tmp_path, scontrol("FAILED", "NonZeroExitCode", 2, "76:0"))

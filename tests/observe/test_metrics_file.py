@@ -76,13 +76,15 @@ def test_nan_and_infinity_are_written_as_valid_json_and_read_back(tmp_path):
     assert math.isnan(record.metrics["a"]) and record.metrics["b"] == -math.inf and record.metrics["c"] == 1.5
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+def test_readers_skip_a_damaged_line_in_the_middle_and_say_so_once(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2, 3).close()
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(lines[0] + "{broken\n" + lines[2])
-    with pytest.raises(RecordError, match=r"metrics\.jsonl, line 2: expected"):
-        read_records(path)
+    for _ in range(2):
+        assert [record.step for record in read_records(path)] == [1, 3]
+    (said,) = caplog.messages
+    assert f"{path}: not a record and skipped: line 2; the next start" in said
 
 
 def test_a_step_is_recorded_once(tmp_path):

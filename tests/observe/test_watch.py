@@ -91,9 +91,14 @@ def test_data_is_sent_again_only_when_a_file_changed(tmp_path):
         make_run(run, 5)
         third = json.loads(ask(address, f"/data?version={first['version']}")[2])
         assert third["data"]["runs"][0]["last_step"] == 5 and third["version"] != first["version"]
-        (run / "metrics.jsonl").write_text("not a record\n")
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_text("".join([*lines[:2], "not a record\n", *lines[2:]]))
+        damaged = json.loads(ask(address, f"/data?version={third['version']}")[2])
+        assert damaged["error"] is None and damaged["data"]["runs"][0]["steps"] == 5
+        (run / "metrics.jsonl").unlink()
+        (run / "metrics.jsonl").mkdir()
         broken = json.loads(ask(address, f"/data?version={third['version']}")[2])
-        assert "line 1" in broken["error"] and broken["data"] is None
+        assert "cannot be read" in broken["error"] and broken["data"] is None
 
 
 def test_a_run_is_followed_from_before_its_first_step_to_its_end(tmp_path):

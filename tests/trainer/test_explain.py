@@ -56,6 +56,11 @@ def test_sums_equal_the_metrics_of_the_run(option, straight, tmp_path, capsys):
     assert f"{found.compared} metrics, recomputed in fp64, equal those of metrics.jsonl to 1e-09" in said
     assert len([line for line in said.splitlines() if line.split()[:1] and line.split()[0].isdigit()]) >= own
     if option == "dapo":
+        records = (tmp_path / "metrics.jsonl").read_text()
+        (tmp_path / "metrics.jsonl").write_text(records.replace('{"step": 2, "kind": "step"', "{"))
+        assert main(["explain", str(tmp_path), "2", "3"]) == 0
+        assert "metrics.jsonl has no record of step 2 to compare with." in capsys.readouterr().out
+        (tmp_path / "metrics.jsonl").write_text(records)
         _without_and_with_a_planted_error(straight, tmp_path)
 
 

@@ -34,7 +34,7 @@ def run(models, tmp_path):
     run = tmp_path / "run"
     (run / "config.yaml").write_text(CONFIG % "/cache/models--Qwen--Qwen3-4B/snapshots/1")
     (run / "environment.json").write_text(json.dumps([START]))
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in EVALUATIONS) + '{"torn')
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in EVALUATIONS) + '{"torn}\n{"torn')
     return run
 
 
