@@ -336,11 +336,11 @@ def _add_convert(sub: Commands) -> None:
 
     group = sub.add_parser("convert", help="Convert HF checkpoints to Megatron and back, and compare them.")
     inner = group.add_subparsers(title="conversions", metavar="CONVERSION", required=True)
+    codes = "\n\nexit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but weights are NaN or infinite"
     to_megatron = add_command(
         inner, "hf-to-megatron", run,
         "Write the weights of a HF Qwen model as a Megatron torch_dist checkpoint that loads at any TP, PP and EP.",
-        "example:\n  megatron-dapo convert hf-to-megatron Qwen3-32B /checkpoints/qwen3-32b\n\n"
-        "exit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but some weights are NaN or infinite",
+        "example:\n  megatron-dapo convert hf-to-megatron Qwen3-32B /checkpoints/qwen3-32b" + codes,
     )  # fmt: skip
     to_hf = add_command(
         inner, "megatron-to-hf", run,
@@ -348,8 +348,7 @@ def _add_convert(sub: Commands) -> None:
         "index, config, tokenizer, generation config. SRC: a run directory, Megatron-LM's save directory, or one of\n"
         "the checkpoints in them.",
         "examples:\n  megatron-dapo convert megatron-to-hf RUN_DIR out --step 100\n"
-        "  megatron-dapo convert megatron-to-hf /checkpoints/pretrained out --reference Qwen3-32B\n\n"
-        "exit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but some weights are NaN or infinite",
+        "  megatron-dapo convert megatron-to-hf /checkpoints/pretrained out --reference Qwen3-32B" + codes,
     )  # fmt: skip
     for parser, name in ((to_megatron, "hf_to_megatron"), (to_hf, "megatron_to_hf")):
         parser.set_defaults(convert=name)
@@ -369,8 +368,7 @@ def _add_convert(sub: Commands) -> None:
         inner, "hf-to-fp8", run,
         "Write a HF Qwen model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"
         "when weight sync sends fp8 (rollout.servers.model, rollout.weights.quantization).",
-        "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8\n\n"
-        "exit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but some weights are NaN or infinite",
+        "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8" + codes,
     )  # fmt: skip
     to_fp8.set_defaults(convert="hf_to_fp8")
     to_fp8.add_argument("source", metavar="SRC", help="HF model in bf16")
@@ -378,7 +376,7 @@ def _add_convert(sub: Commands) -> None:
         inner, "merge-adapter", run,
         "Write a HF model with a LoRA adapter added to its weights. The adapter is a PEFT directory; a run with\n"
         "policy.lora writes one into each checkpoint.",
-        "example:\n  megatron-dapo convert merge-adapter Qwen3 runs/lora/checkpoints/step_100/policy/adapter merged",
+        "example:\n  megatron-dapo convert merge-adapter Qwen3 lora/checkpoints/step_100/policy/adapter merged" + codes,
     )  # fmt: skip
     merge.set_defaults(convert="merge_adapter")
     merge.add_argument("model", metavar="MODEL", help="HF model that the adapter was trained on")

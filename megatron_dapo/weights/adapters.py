@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch import Tensor
 from megatron_dapo.config.families.tensors import Split, Transform
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import LoraConfig
-from megatron_dapo.weights.convert import check_paths, open_hf
+from megatron_dapo.weights.convert import Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.mapping import (
     ParameterMapping,
@@ -147,9 +148,9 @@ def adapter_config(names: Iterable[str], lora: LoraConfig, model: str) -> str:
 
 def merge_adapter(
     model: str | os.PathLike[str], adapter: str | os.PathLike[str], destination: str, *, overwrite: bool = False
-) -> int:
-    """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type. Returns the
-    number of changed tensors."""
+) -> Report:
+    """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type."""
+    began = time.monotonic()
     for source in (model, adapter):
         check_paths(Path(source), Path(destination), overwrite)
     shape, weights = open_hf(Path(model))
@@ -169,6 +170,7 @@ def merge_adapter(
             f"{model}: the adapter's layers must be separate tensors in .safetensors files; convert the model first"
         )
     scale = lora.alpha / lora.rank
+    not_finite = [f"{adapter}: tensor {name}" for name, tensor in tensors.items() if not tensor.isfinite().all()]
     need = sum(path.stat().st_size for path in Path(model).iterdir() if path.is_file())
     with new_directory(Path(destination), need, overwrite=overwrite) as folder:
         for path in sorted(Path(model).iterdir()):
@@ -179,10 +181,13 @@ def merge_adapter(
                         a, b = (tensors[adapter_name(name, half)].float() for half in "AB")
                         tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
                     merged[name] = tensor.contiguous()
+                    if not tensor.isfinite().all():
+                        not_finite.append(f"{Path(destination) / path.name}: tensor {name}")
                 save_file(merged, folder / path.name, metadata={"format": "pt"})
             elif path.is_file():
                 shutil.copy2(path, folder / path.name)
-    return len(changed)
+    notes = [f"{len(changed)} tensors have their adapter added"]
+    return Report(Path(model), Path(destination), len(weights), need, time.monotonic() - began, not_finite, notes)
 
 
 def base_fingerprint(model: str | os.PathLike[str]) -> str:

@@ -58,9 +58,7 @@ def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
 def merge_adapter(model: str, adapter: str, destination: str, overwrite: bool) -> int:
     from megatron_dapo.weights import adapters
 
-    changed = adapters.merge_adapter(model, adapter, destination, overwrite=overwrite)
-    print(f"{destination}: {changed} tensors have their adapter added")
-    return 0
+    return _finish(adapters.merge_adapter(model, adapter, destination, overwrite=overwrite), allow_nan=False)
 
 
 def verify(a: str, b: str, tolerance: float, **options: Any) -> int:

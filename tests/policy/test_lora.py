@@ -144,8 +144,8 @@ def oracle(request, tmp_path_factory):
     base = hf_weights(reference, folder / "base")
     tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
     write_peft(folder / "adapter", tensors)
-    changed = merge_adapter(base, folder / "adapter", str(folder / "merged"))
-    assert changed == len(tensors) // 2
+    report = merge_adapter(base, folder / "adapter", str(folder / "merged"))
+    assert report.notes == [f"{len(tensors) // 2} tensors have their adapter added"] and not report.not_finite
     return shape, base, tensors, type(reference).from_pretrained(folder / "merged", config=reference.config)
 
 
@@ -181,6 +181,24 @@ def test_a_merged_model_is_replaced_only_when_asked(tmp_path, capsys):
     assert main([*command, "--overwrite"]) == 0
     assert main([*command[:-1], str(base), "--overwrite"]) == 2
     assert "must be outside the source" in capsys.readouterr().err
+
+
+def test_merging_names_weights_that_are_not_finite(tmp_path, capsys):
+    """In the adapter, and in a sum that is too large for its type; the exit code is that of the other conversions."""
+    shape = synthetic_shape("dense")
+    base = hf_weights(hf_model(shape).half(), tmp_path / "base")
+    tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
+    first, *_, last = (name for name in tensors if ".lora_B." in name)
+    tensors[first][0, 0] = torch.nan
+    tensors[last] += 1e6
+    write_peft(tmp_path / "adapter", tensors)
+    command = ["convert", "merge-adapter", str(base), str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    assert main(command) == 3
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "NaN or infinite" in line]
+    changed = [name.removeprefix("base_model.model.").replace(".lora_B", "") for name in (first, last)]
+    expected = [f"{tmp_path}/adapter: tensor {first}"]
+    expected += [f"merged/model.safetensors: tensor {name}" for name in changed]
+    assert len(warnings) == 3 and all(any(part in line for line in warnings) for part in expected)
 
 
 def test_an_adapter_is_not_added_to_fp8_values(tmp_path):
