@@ -405,17 +405,18 @@ def test_the_command(tmp_path, tiny_model, capsys):
     assert "a: 3 problems × 2 responses" in shown and "b: 3 problems × 1 responses" in shown
     found = {name: json.loads((tmp_path / "both" / name / "results.json").read_text()) for name in ("a", "b")}
     assert [p["id"] for p in found["a"]["problems"]] == [p["id"] for p in found["b"]["problems"]]
-    arguments = ["eval", str(tmp_path / "run.yaml"), "--data", str(tmp_path / "sums.jsonl"), "--samples", "4"]
+    data = (tmp_path / "sums.jsonl").rename(tmp_path / "sums #1.jsonl")  # in YAML the rest would be a comment
+    arguments = ["eval", str(tmp_path / "run.yaml"), "--data", str(data), "--samples", "4"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "sums: 3 problems × 4 responses" in shown and "avg@4" in shown
+    assert "sums_1: 3 problems × 4 responses" in shown and "avg@4" in shown
     first = json.loads((tmp_path / "run" / "eval" / "results.json").read_text())
     assert len(first["problems"]) == 3 and all(len(p["responses"]) == 4 for p in first["problems"])
     assert len(list((tmp_path / "run" / "eval" / "responses").iterdir())) == 3
     assert main([*arguments, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "results.json").read_text())["problems"] == first["problems"]
     rows = [{"question": "[INST]1+1=[/INST]", "answer": answer} for answer in "23"]  # markup to rich
-    with (tmp_path / "sums.jsonl").open("a") as file:
+    with data.open("a") as file:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
     assert main([*arguments, "--set", "rollout.max_prompt_tokens=20"]) == 0
     assert "conflicting answers to '[INST]1+1=[/INST]'" in capsys.readouterr().out

@@ -39,6 +39,7 @@ EXPECTED = {
     "less_than_equal": "a number of at most {le:g}",
     "multiple_of": "a multiple of {multiple_of:g}",
 }
+QUOTED_OR_NULL = re.compile(r"'.*'|\".*\"|null|Null|NULL|~|", re.DOTALL)
 LISTS = ("data.path", "evaluate.data.path")  # texts that may also be lists of texts
 
 
@@ -108,7 +109,8 @@ def _joined(lines: Iterable[str]) -> list[str]:
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
-    """`a.b=c` sets raw["a"]["b"]. The value is read as YAML, unless the key takes text: then it is the text."""
+    """`a.b=c` sets raw["a"]["b"]. The value is read as YAML. A key that takes text takes it as written, unless it is
+    quoted, null, or a list for one of LISTS."""
     key, equals, text = item.partition("=")
     item = hide_secrets(item)  # for messages
     parts = key.strip().split(".")
@@ -122,16 +124,14 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
         node = child
-    takes_text = admits(annotation_of(parts), str)
+    text, takes_text = text.strip(), admits(annotation_of(parts), str)
+    is_text = takes_text and not QUOTED_OR_NULL.fullmatch(text) and not (key.strip() in LISTS and text.startswith("["))
     try:
-        value = parse_yaml(text)
+        node[parts[-1]] = text if is_text else parse_yaml(text)
     except YamlError as error:
         if not takes_text:
             raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
-        value = text.strip()
-    if key.strip() in LISTS and isinstance(value, list):
-        takes_text = False
-    node[parts[-1]] = text.strip() if takes_text and not isinstance(value, str | None) else value
+        node[parts[-1]] = text
 
 
 def dump_config(config: Config) -> str:

@@ -306,6 +306,11 @@ def test_text_keys_take_a_value_as_it_is_written(tmp_path):
         "policy.megatron_checkpoint=null",
         "data.path=on",
     ]
+    for text in ("a #b.jsonl", "#b.jsonl", "x: y", "&a", "*.jsonl", "[ab]*.jsonl", "'it's'.jsonl", "two\nlines"):
+        assert load_config(None, [f"data.path={text}", f"policy.model={text}"]).data.path == text
+    sources = load_config(None, ["data.path=[a, 'b #c']"]).data.sources
+    assert [source.path for source in sources] == ["a", "b #c"]
+    assert load_config(None, ["trainer.run_dir='a #b'"]).trainer.run_dir == "a #b"
     config = load_config(file, overrides)
     assert (config.trainer.run_dir, config.data.template, config.data.path) == ("1e5", "{question} = ?", "on")
     assert config.policy.megatron_checkpoint is None
