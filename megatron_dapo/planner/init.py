@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import Config, ConfigError, parse_config
+from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.config.base import dump_yaml
 from megatron_dapo.config.importing import nested
 from megatron_dapo.config.load import apply_override
@@ -47,10 +47,7 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
         memory = chosen.trainer.fullest.total / 2**30
         lines.append(f"# Predicted: {seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
     lines.append(f"# Check it with `megatron-dapo train {file} --dry-run`; start it with `{start}`.")
-    sections = nested(found)
-    for item in settings:
-        apply_override(sections, item)
-    text = "\n".join([*lines, dump_yaml(sections)])
+    text = "\n".join([*lines, dump_yaml(_sections(found, settings))])
     if output is None:
         print(text, end="")
         return 0
@@ -69,12 +66,16 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
     """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
     recipe = {"policy.model": model, "data.path": data, **(SMALL if gpus < LARGE else {})}
     recipe |= _machine_settings(gpus)
-    shape = model_shape(_config(recipe, settings).policy.model) if gpus else None
-    for longest in SHORTER if gpus < LARGE else (None,):
+    config = parse_config(_sections(recipe, settings))
+    shape = model_shape(config.policy.model)
+    room = shape.max_positions - config.rollout.max_prompt_tokens
+    lengths = [length for length in SHORTER if length <= room] or SHORTER[-1:]
+    for longest in lengths if gpus < LARGE else (None,):
         if longest is not None:
             recipe |= {"rollout.max_response_tokens": longest, "algorithm.overlong.cache_length": longest // 4}
-        config = _config(recipe, settings)
-        if shape is None:
+        config = parse_config(_sections(recipe, settings))
+        if not gpus:
+            check_config(config, shape=shape)
             return recipe, None
         cluster = Cluster(find_gpu(gpu), gpus, min(gpus, GPUS_PER_NODE))
         plan = make_plan(config, shape, cluster, Workload.of(config), choose=True)
@@ -82,7 +83,7 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
             recipe |= plan.chosen.changes(config)
             if plan.chosen.engine is not None and gpus <= GPUS_PER_NODE:
                 recipe["rollout.servers.count"] = gpus // plan.chosen.engine.tensor_parallel
-            _config(recipe, settings)
+            check_config(parse_config(_sections(recipe, settings)), shape=shape)
             return recipe, plan
     raise ConfigError(
         f"{model} does not fit on {_machine(gpus, gpu)}: {'; '.join(plan.problems)}. Use more GPUs, a smaller "
@@ -90,11 +91,11 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
     )
 
 
-def _config(recipe: dict[str, Any], settings: list[str]) -> Config:
-    raw = nested(recipe)
+def _sections(recipe: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    sections = nested(recipe)
     for item in settings:
-        apply_override(raw, item)
-    return parse_config(raw)
+        apply_override(sections, item)
+    return sections
 
 
 def _machine_settings(gpus: int) -> dict[str, Any]:

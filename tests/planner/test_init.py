@@ -1,10 +1,13 @@
 """`megatron-dapo init`: configurations that need no hand-set key, and `config diff`."""
 
+import json
+
 import pytest
 import yaml
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
+from megatron_dapo.planner.models import _configs
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,20 @@ def test_a_model_that_does_not_fit_is_refused(capsys):
     words = ["init", "--model", "Qwen/Qwen2.5-72B", "--data", "prompts.jsonl", "--gpus", "1"]
     assert main(words) == 2
     assert "does not fit on 1 × h100" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("gpus", ["0", "1"])
+def test_sequences_are_not_longer_than_the_model_has_positions(gpus, tmp_path, capsys):
+    """Responses are shortened as far as prompts of 1024 tokens leave room; a model without room is refused."""
+    shape = _configs()["Qwen2.5-0.5B"]
+    words = ["init", "--model", str(tmp_path), "--data", "p.jsonl", "--gpus", gpus]
+    for positions, longest in ((32768, 2048), (2048, 1024), (1536, 512)):
+        (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": positions}))
+        assert main(words) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["rollout"]["max_response_tokens"] == longest
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1535}))
+    assert main(words) == 2
+    assert "max_response_tokens is 1536, but the model has 1535 positions" in capsys.readouterr().err
 
 
 def test_settings_are_part_of_the_file(capsys):
