@@ -29,7 +29,7 @@ import torch
 from shapes import QWEN_1_5B, QWEN_7B
 
 from megatron_dapo.config import Config, ModelShape, parse_config
-from megatron_dapo.config.load import apply_override
+from megatron_dapo.config.load import apply_overrides
 from megatron_dapo.planner import count_parameters
 from megatron_dapo.planner.memory import Layers, TrainerMemory, trainer_memory
 from megatron_dapo.policy.batch import TrainBatch
@@ -77,9 +77,7 @@ def make_config(args: argparse.Namespace) -> Config:
         "rollout": {"max_prompt_tokens": 16, "max_response_tokens": args.tokens - 16},
         "trainer": {"prompts_per_step": 1, "mini_batch_prompts": 1},
     }  # fmt: skip
-    for setting in args.set:
-        apply_override(raw, setting)
-    return parse_config(raw)
+    return parse_config(apply_overrides(raw, args.set))
 
 
 def largest_shape(config: Config, layers: Layers) -> ModelShape:

@@ -30,7 +30,7 @@ from random_model import CONFIGS
 from shapes import QWEN_1_5B, QWEN_7B, QWEN_30B_A3B_LAYERS
 
 from megatron_dapo.config import ModelShape, parse_config
-from megatron_dapo.config.load import apply_override
+from megatron_dapo.config.load import apply_overrides
 from megatron_dapo.planner import count_parameters
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.megatron.options import has_transformer_engine
@@ -138,9 +138,7 @@ def make_policy(args: argparse.Namespace) -> tuple[Policy, list[TrainBatch]]:
         "policy": {"micro_batch_tokens": tokens},
         "rollout": {"max_prompt_tokens": 64, "max_response_tokens": tokens // args.sequences - 64},
     }
-    for setting in args.set:
-        apply_override(raw, setting)
-    config = parse_config(raw)
+    config = parse_config(apply_overrides(raw, args.set))
     policy = Policy(config, shape, initialize(config.policy))
     return policy, [make_batch(shape, tokens, args.sequences, seed) for seed in range(4)]
 

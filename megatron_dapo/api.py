@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.config.base import dump_yaml, parse_yaml
-from megatron_dapo.config.load import apply_override, load_config
+from megatron_dapo.config.load import apply_overrides, as_settings, load_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.report import write_report
 from megatron_dapo.observe.runs import Run, load_run
@@ -164,9 +164,7 @@ def _sections(config: str | Path | None) -> dict[str, Any]:
 
 
 def _apply(sections: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    for key, value in settings.items():
-        text = json.dumps(value) if not isinstance(value, str) else value
-        apply_override(sections, f"{key.replace('__', '.')}={text}")
+    apply_overrides(sections, as_settings({key.replace("__", "."): value for key, value in settings.items()}))
 
 
 def _write(sections: dict[str, Any], folder: Path) -> Path:

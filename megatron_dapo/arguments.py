@@ -92,6 +92,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_config(parser: argparse.ArgumentParser, text: str, nargs: str | None = None) -> None:
+    """A configuration, and settings that override it."""
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help=text)
+    add_settings(parser)
+
+
 SETTING = re.compile(r"\+{0,2}([a-z_]+(?:\.\w+)+=.*)", re.DOTALL)
 REMOVED_SETTING = re.compile(r"~([a-z_]+(?:\.\w+)+)(=.*)?")
 

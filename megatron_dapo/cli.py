@@ -15,6 +15,7 @@ from megatron_dapo.arguments import (
     Commands,
     Parser,
     add_command,
+    add_config,
     add_settings,
     at_least,
     quiet_libraries,
@@ -77,12 +78,8 @@ def _add_quickstart(sub: Commands) -> None:
     parser.add_argument("--seed", type=at_least(0), help="default: 0")
     parser.add_argument("--fresh", action="store_true", help="first remove what an earlier quickstart left there")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 4 instead of the model")
-    parser.add_argument(
-        "--pretraining-updates",
-        type=at_least(1),
-        metavar="N",
-        help="maximum number of pre-training updates (default 1500)",
-    )
+    parser.add_argument("--pretraining-updates", type=at_least(1), metavar="N", help="maximum number of pre-training "
+                        "updates (default 1500)")  # fmt: skip
     add_settings(parser)
     parser = add_command(
         sub, "examples", examples,
@@ -150,8 +147,7 @@ def _add_train(sub: Commands) -> None:
         "exit codes: 0 finished and saved, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after "
         "saving; rerun to resume",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    add_settings(parser)
+    add_config(parser, "YAML file")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything that can be checked without training, then exit"
     )
@@ -275,10 +271,7 @@ def _add_ablate(sub: Commands) -> None:
         "examples:\n  megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3\n"
         "  megatron-dapo ablate examples/ablations/{entropy,signal}.yaml --grid --seeds 5 --jobs 14",
     )  # fmt: skip
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="+", help="YAML file of the full recipe; several: one task each"
-    )
-    add_settings(parser)
+    add_config(parser, "YAML file of the full recipe; several: one task each", nargs="+")
     parser.add_argument(
         "--design", choices=("order", "grid", "leave-one-out"), default="order",
         help="order: the paper's, changes added one by one (default). grid: all 16 combinations of the four changes. "
@@ -316,8 +309,7 @@ def _add_eval(sub: Commands) -> None:
         "examples:\n  megatron-dapo eval run.yaml --data aime_2024.jsonl --samples 32 --out results/aime\n"
         "  megatron-dapo eval run.yaml --model RUN/hf --set evaluate.top_p=1.0",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", help="YAML file; evaluate, reward, rollout and policy are used")
-    add_settings(parser)
+    add_config(parser, "YAML file; evaluate, reward, rollout and policy are used")
     parser.add_argument("--model", metavar="DIR", help="HF directory or name on the hub (policy.model)")
     parser.add_argument("--data", metavar="FILE", help="benchmark, jsonl or parquet (evaluate.data.path)")
     parser.add_argument("--samples", type=int, metavar="K", help="responses per problem (evaluate.samples)")
@@ -542,8 +534,7 @@ def _add_selfcheck(sub: Commands) -> None:
         "  torchrun --nproc-per-node 8 -m megatron_dapo selfcheck engine run.yaml --tokens 100000\n"
         "\nexit codes: 0 the gap is within trainer.gate, 1 it is not, 2 wrong input",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    add_settings(parser)
+    add_config(parser, "YAML file of the run")
     parser.add_argument(
         "--tokens", type=at_least(1), default=4096, metavar="N", help="compare at least N tokens (default 4096)"
     )
@@ -565,8 +556,7 @@ def _add_plan(sub: Commands) -> None:
         "\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
-    add_settings(parser)
+    add_config(parser, "YAML file (omitted: defaults, best layout)", nargs="?")
     parser.add_argument("--model", metavar="MODEL", help="directory with config.json, name on the hub, or a published "
                         "Qwen (policy.model)")  # fmt: skip
     _add_workload(parser)
@@ -626,8 +616,7 @@ def _add_simulate(sub: Commands) -> None:
         "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64\n"
         "  megatron-dapo simulate run.yaml --slow 1:0.3 --dies 2@600 --joins 4@1800 --tool-seconds 20",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    add_settings(parser)
+    add_config(parser, "YAML file")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=V1,V2", help="simulate every combination "
                         "of these values; engine_gpus is also a key")  # fmt: skip
     parser.add_argument(
@@ -687,8 +676,7 @@ def _add_slurm(sub: Commands) -> None:
         "  megatron-dapo slurm --status runs/32b\n\n"
         "exit codes: 0 submitted (--status: alive or finished), 1 --status: ended otherwise, 2 refused",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its slurm section describes the job")
-    add_settings(parser)
+    add_config(parser, "YAML file; its slurm section describes the job", nargs="?")
     parser.add_argument("--nodes", type=at_least(1), metavar="N", help="all nodes of the job (slurm.nodes)")
     parser.add_argument("--dry-run", action="store_true", help="check the run, write and print the script, then exit")
     parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, each after the last")
@@ -717,14 +705,8 @@ def _add_doctor(sub: Commands) -> None:
         "  megatron-dapo doctor run.yaml --only attention,ports\n\n"
         "exit codes: 0 no check failed (there may be warnings), 1 a check failed, 2 wrong input",
     )  # fmt: skip
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="YAML file; its model, servers and paths are checked. A run "
-        "directory: what the next start would find there",
-    )
-    add_settings(parser)
+    text = "YAML file; its model, servers and paths are checked. A run directory: what the next start would find there"
+    add_config(parser, text, nargs="?")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the checks as JSON")
     parser.add_argument("--only", metavar="NAMES", help="comma-separated names of checks (default: all)")
     parser.add_argument("--timeout", type=at_least(0.1, float), metavar="SECONDS", help="time limit of each check")

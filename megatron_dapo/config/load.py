@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -46,12 +47,8 @@ LISTS = ("data.path", "evaluate.data.path")  # texts that may also be lists of t
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (None: all defaults) with `key.path=value` overrides applied."""
     raw = _read_file(Path(path)) if path is not None else {}
-    where, overrides = str(path) if path else "config", list(overrides)
-    changed = copy.deepcopy(raw)
-    for item in overrides:
-        apply_override(changed, item)
-    if not overrides:
-        return parse_config(raw, where)
+    where = str(path) if path else "config"
+    changed = apply_overrides(copy.deepcopy(raw), overrides)
     try:
         return parse_config(changed, where)
     except ConfigError:
@@ -108,7 +105,13 @@ def _joined(lines: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
-def apply_override(raw: dict[str, Any], item: str) -> None:
+def apply_overrides(raw: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
+    for item in items:
+        _apply_override(raw, item)
+    return raw
+
+
+def _apply_override(raw: dict[str, Any], item: str) -> None:
     """`a.b=c` sets raw["a"]["b"]. The value is read as YAML. A key that takes text takes it as written, unless it is
     quoted, null, or a list for one of LISTS."""
     key, equals, text = item.partition("=")
@@ -118,12 +121,11 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         raise ConfigError(f"--set {item!r}: expected section.key=value, for example --set policy.tensor_parallel=2")
     node = raw
     for part in parts[:-1]:
-        child = node.setdefault(part, {})
-        if child is None:
-            child = node[part] = {}
-        if not isinstance(child, dict):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
             raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
-        node = child
     text, takes_text = text.strip(), admits(annotation_of(parts), str)
     is_text = takes_text and not QUOTED_OR_NULL.fullmatch(text) and not (key.strip() in LISTS and text.startswith("["))
     try:
@@ -132,6 +134,11 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         if not takes_text:
             raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
         node[parts[-1]] = text
+
+
+def as_settings(values: Mapping[str, Any]) -> list[str]:
+    """What to write behind --set."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
 
 
 def dump_config(config: Config) -> str:

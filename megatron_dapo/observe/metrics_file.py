@@ -84,11 +84,9 @@ class MetricsFile:
         try:  # a directory that cannot be written is an error at the start of the run
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-            _remove_incomplete_line(path)
-            self.damage = _move_damaged_lines(path)
+            self.records, self.damage = _repair(path)
         except OSError as error:
             raise RecordError(f"{path}: cannot be written: {explain(error, path)}") from error
-        self.records = read_records(path)
         self._file = AppendFile(path, sync=True)
 
     def append(self, record: Record) -> None:
@@ -163,25 +161,22 @@ def _end_of_line(path: Path, records: int) -> int:
     return size
 
 
-def _remove_incomplete_line(path: Path) -> None:
+def _repair(path: Path) -> tuple[list[Record], list[str]]:
+    """Removes an incomplete line and moves damaged ones. The records, and a message about each line that was moved."""
     content = path.read_bytes()
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
         os.truncate(path, complete)
-
-
-def _move_damaged_lines(path: Path) -> list[str]:
-    """One line for each, for the user."""
-    _, damaged = parse_records(path)
+    records, damaged = parse_records(path)
     if not damaged:
-        return []
+        return records, []
     aside = AppendFile(path.with_name(f"{path.name}.damaged"), sync=True)
     aside.write(b"".join(line + b"\n" for line, _ in damaged.values()))
     aside.close()
     lines = enumerate(path.read_bytes().split(b"\n"), start=1)
     write_atomically(path, b"\n".join(line for number, line in lines if number not in damaged))
     moved = f"it is now in {aside.path.name}"
-    return [f"{path}, line {number}: not a record ({why}); {moved}" for number, (_, why) in damaged.items()]
+    return records, [f"{path}, line {number}: not a record ({why}); {moved}" for number, (_, why) in damaged.items()]
 
 
 class AppendFile:

@@ -8,13 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dapo.config.load import as_settings
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner.assumptions import LIKELY, MARGIN
 from megatron_dapo.planner.engine import EnginePlan
 from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.modes import Mode
 from megatron_dapo.planner.plan import TRAINING, Plan
-from megatron_dapo.planner.search import Candidate, as_settings
+from megatron_dapo.planner.search import Candidate
 
 NOTES = {
     "weights": "in the precision of the computation",

@@ -5,7 +5,6 @@ Searched layouts leave MARGIN of the GPU's memory free and are accepted by the c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +13,7 @@ from typing import Any
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_model, check_world, parse_config
 from megatron_dapo.config.critic import CriticConfig
-from megatron_dapo.config.load import apply_override
+from megatron_dapo.config.load import apply_overrides, as_settings
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.schema import stage_ends
 from megatron_dapo.planner.assumptions import FRAGMENTATION, FRAGMENTATION_BESIDE_ENGINE, MARGIN
@@ -227,14 +226,7 @@ def _accepted(policy: PolicyConfig) -> bool:
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     """The configuration with the settings that `--set` would change; a ConfigError if it refuses them."""
     raw = config.model_dump(mode="json", exclude_unset=True)
-    for item in as_settings(changes):
-        apply_override(raw, item)
-    return parse_config(raw, "--set")
-
-
-def as_settings(changes: Mapping[str, Any]) -> list[str]:
-    """What to write behind --set."""
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
+    return parse_config(apply_overrides(raw, as_settings(changes)), "--set")
 
 
 def rank(found: list[Candidate]) -> list[Candidate]:

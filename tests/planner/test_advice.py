@@ -10,13 +10,14 @@ from published_models import CONFIGS, published
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config, parse_config
+from megatron_dapo.config.load import as_settings
 from megatron_dapo.config.schema import check_model, check_world
 from megatron_dapo.planner import Cluster, Workload, find_gpu, make_plan
 from megatron_dapo.planner.advice import advise
 from megatron_dapo.planner.assumptions import MARGIN
 from megatron_dapo.planner.plan import Planner, task_of
 from megatron_dapo.planner.report import layout_name
-from megatron_dapo.planner.search import Task, as_settings, candidates, rank
+from megatron_dapo.planner.search import Task, candidates, rank
 
 
 def planned(raw, name, cluster, **estimates):
