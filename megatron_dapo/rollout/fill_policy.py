@@ -119,11 +119,10 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 
 def check_staleness(metrics: dict[str, float], config: RolloutConfig, step: int) -> None:
-    """Admission control and carry-over keep this; a resumed run with a lower limit may not."""
+    """Admission control and carry-over keep this, also in a run that is resumed with a lower limit."""
     found = metrics["rollout/staleness_max"]
     if config.max_staleness and found > config.staleness_limit:
         raise UserError(
             f"the batch of step {step} has tokens that are {found:.0f} weight versions old, but rollout.max_staleness "
-            f"is {config.max_staleness}: if it was lowered for a run that is resumed, use the earlier value until this "
-            "step is trained"
+            f"is {config.max_staleness}: in the first step after a resume, use the value of the run before it"
         )

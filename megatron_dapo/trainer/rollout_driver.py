@@ -144,8 +144,7 @@ class BatchQueue:
 
     def restore(self, state: list[dict[str, Any]], next_step: int) -> None:
         """`next_step`: the step after those that the trainer has."""
-        batches = [StepBatch.from_state(batch) for batch in state]
-        self._complete = {batch.step: batch for batch in batches}
+        self._complete = {batch.step: batch for batch in map(StepBatch.from_state, state)}
         self._next = next_step
 
 
@@ -385,6 +384,7 @@ class RolloutDriver:
             "cursor": self.cursor.state_dict(),
             "sampler": self.sampler.state(),
             "samples_per_prompt": self.config.rollout.samples_per_prompt,
+            "max_staleness": self.config.rollout.max_staleness,
             "reward": self._reward_counts(),  # of the step that is not recorded yet
         }
         return {"rollouts": rollouts, "batches": self.queue.state()}
@@ -404,12 +404,27 @@ class RolloutDriver:
 
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""
-        rollouts, batches = state["rollouts"], state["batches"]
-        self.queue.restore(batches, next_step)
+        rollouts = state["rollouts"]
+        self.queue.restore(state["batches"], next_step)
         self.cursor.load_state_dict(rollouts["cursor"])
         self._check_group_size(rollouts)
         self.sampler.restore(rollouts["sampler"])
+        if rollouts.get("max_staleness", 0) > self.config.rollout.max_staleness:
+            self._drop_stale(state)
         self._counted = {name: -value for name, value in rollouts["reward"].items()}
+
+    def _drop_stale(self, state: dict[str, Any]) -> None:
+        """What a `rollout.max_staleness` that was lowered does not admit any more is generated again. The groups of an
+        interrupted step are carried over to it, which drops those that are too stale."""
+        limit = self.config.rollout.max_staleness
+        self.sampler.restore(state["rollouts"]["sampler"] | {"interrupted": None})
+        batches = map(StepBatch.from_state, state["batches"])
+        stale = [batch for batch in batches if batch.metrics["rollout/staleness_max"] > limit]
+        for batch in stale:
+            self.queue.remove(batch.step)
+            self.sampler.put_back(batch)
+        again = f"{len(stale)} batches with older tokens are generated again"
+        self._observer.warn(f"rollout.max_staleness was lowered to {limit}: {again}")
 
     def _check_group_size(self, state: dict[str, Any]) -> None:
         ours, saved = self.config.rollout.samples_per_prompt, state["samples_per_prompt"]

@@ -150,3 +150,19 @@ def test_stopped_in_flight_saves_what_is_complete_and_what_is_not(folder, tmp_pa
     assert [step for step, kind, _ in records(tmp_path) if kind == "eval"] == [0, 2, 4, 6]
     served = re.findall(r"weights: .*", (tmp_path / "logs" / "trainer.log").read_text())
     assert len(served) == STEPS  # each version once; weights between two versions are never served
+
+
+@pytest.mark.parametrize("limit", some((0, 1), 0))
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_lower_limit_generates_older_batches_again(in_flight, limit, folder, tmp_path):
+    """The step that was being trained is finished. Nothing after it has tokens that are older than the new limit."""
+    changes = LONG | {"rollout__weights": {"in_flight": in_flight}, "rollout__sampler": {"max_carryover_staleness": 0}}
+    assert run(ahead(folder, tmp_path, 2, **changes), interrupted("loop/before_update", 7, signal.SIGTERM)) == REQUEUE
+    assert run(ahead(folder, tmp_path, limit, **changes)) == 0
+    found = steps_of(tmp_path)
+    assert len(found) == STEPS and all(m["rollout/samples_trained"] == 16 for m in found)
+    assert [m["rollout/staleness_max"] for m in found][:4] == [0, 1, 2, 2] or in_flight
+    assert max(m["rollout/staleness_max"] for m in found[4:]) <= limit
+    (said,) = re.findall(r"rollout\.max_staleness was .*", (tmp_path / "logs" / "warnings.log").read_text())
+    count = int(re.fullmatch(rf".* lowered to {limit}: (\d) batches with older tokens are generated again", said)[1])
+    assert count >= 1 or in_flight
