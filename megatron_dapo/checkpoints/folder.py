@@ -40,6 +40,7 @@ from megatron_dapo.errors import CheckpointError, UserError
 from megatron_dapo.files import explain, fsync_path, publish_directory, remove, set_aside, write_atomically
 from megatron_dapo.weights.formats.megatron_reader import first_not_finite
 from megatron_dapo.weights.locate import TRACKER
+from megatron_dapo.weights.value_weights import value_shape
 
 STATE, ARRAYS = "trainer.json", "trainer.arrays"
 MARK = "$array"
@@ -400,14 +401,19 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
         and not (key == "policy.lora.alpha" and not config.policy.lora.rank)
         and not (key == "policy.lora.targets" and sorted(old or ()) == sorted(new))
     ]
+    models, critic = [(config.policy.model, saved["model"], shape)], config.of_critic.policy.model
+    critics = [*(run_dir / "checkpoints").glob(f"step_*/{CRITIC}")] if config.uses_critic else []
+    with contextlib.suppress(UserError):  # a checkpoint without its config.json; the start looks for a better one
+        models += [(critic, _plain(value_shape(saved_critic)), value_shape(critic)) for saved_critic in critics[:1]]
     refused += [
-        f"the model of {config.policy.model} has {name} {new!r}, but that of the run in {run_dir} has {old!r}"
-        for name, old, new in differences(saved["model"], _plain(shape))
-        if name.partition(".")[0] in saved["model"]  # not a field that is newer than the run
+        f"the model of {model} has {name} {new!r}, but that of the run in {run_dir} has {old!r}"
+        for model, before, now in models
+        for name, old, new in differences(before, _plain(now))
+        if name.partition(".")[0] in before  # not a field that is newer than the run
     ]
     if saved["vocabulary"] != _vocabulary(config.policy.model):
         refused.append(f"the tokenizer in {config.policy.model} is not that of the run in {run_dir}")
-    if config.uses_critic and not any((run_dir / "checkpoints").glob(f"step_*/{CRITIC}")):
+    if config.uses_critic and not critics:
         refused.append(f"the checkpoints in {run_dir} have no critic, which algorithm.advantage: gae needs")
     if refused:
         raise ConfigError(f"cannot resume: {'; '.join(refused)}. Use the saved setting, or another trainer.run_dir")

@@ -36,7 +36,7 @@ from megatron_dapo.weights.adapters import adapter_mappings, base_fingerprint, r
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
 from megatron_dapo.weights.locate import check_model_directory
-from megatron_dapo.weights.mapping import adapted, check_hf_names, parameter_mappings
+from megatron_dapo.weights.mapping import adapted, check_hf_tensors, parameter_mappings
 from megatron_dapo.weights.side_files import hf_files
 from megatron_dapo.weights.value_weights import ValueWeights, value_shape
 
@@ -159,15 +159,13 @@ def _check_adapters(policy: PolicyConfig, shape: ModelShape) -> None:
 def _check_critic(config: Config, vocabulary: dict[str, int]) -> None:
     """Its layout, its files, and that it reads the policy's tokens."""
     config.check_second_model()
-    model = config.of_critic.policy.model
+    policy, model = config.of_critic.policy, config.of_critic.policy.model
     with _named("critic.model"):
         if not Path(model).is_dir():
             raise ConfigError(f"{model} is not a directory, nor OWNER/NAME on the hub")
         shape = value_shape(model)
-        check_model(
-            config.of_critic.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        )
-        check_hf_names(ValueWeights(model, shape), shape, model)
+        check_model(policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+        check_hf_tensors(ValueWeights(model, shape).stored, shape, Path(model))
         if config.critic.model and load_tokenizer(str(hf_files(model)), shape.vocab).get_vocab() != vocabulary:
             raise ConfigError(f"{model} has another tokenizer than policy.model, so it cannot read its responses")
 

@@ -197,13 +197,13 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_hf_tensors(stored: Mapping[str, StoredTensor], shape: ModelShape, path: Path) -> None:
-    """Names and shapes are those that config.json describes."""
+def check_hf_tensors(stored: Mapping[str, StoredTensor | None], shape: ModelShape, path: Path) -> None:
+    """Names and shapes are those that config.json describes. None: a tensor of any shape."""
     check_hf_names(stored, shape, path)
     wrong = [
         f"{found.file.name}: tensor {name}: shape {found.shape}, but config.json says {expected}"
         for name, expected in hf_shapes(shape).items()
-        if (found := stored[name]).shape != expected
+        if (found := stored[name]) is not None and found.shape != expected
     ]
     if wrong:
         more = f"; {len(wrong)} tensors in all have the wrong shape" if len(wrong) > 1 else ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_dapo.config.families import FAMILIES
 from megatron_dapo.config.families.tensors import VALUE_HEAD
 from megatron_dapo.config.model import ModelShape, value_classes
+from megatron_dapo.files import StoredTensor
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.locate import METADATA
@@ -44,6 +45,12 @@ class ValueWeights(Mapping[str, "Tensor"]):
         self._found = {ours: next((n for n in known if n in self._source), None) for ours, known in names.items()}
         heads = {HEAD, *(name for known in names.values() for name in known)}
         self._names = [name for name in self._source if name not in heads] + list(OURS)
+
+    @property
+    def stored(self) -> dict[str, StoredTensor | None]:
+        """By our names; None: a head that is not there, or a tensor of a Megatron checkpoint, which checks its own."""
+        known = self._source.stored if isinstance(self._source, HFReader) else {}
+        return {name: known.get(self._found.get(name) or name) for name in self}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._found:

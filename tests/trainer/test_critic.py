@@ -2,20 +2,26 @@
 pre-training; the NaN guard; what they may start from."""
 
 import json
+import shutil
 import signal
 import threading
 from functools import partial
 
 import pytest
+import torch
 from forked import assert_same, at_point, fail_with, run, run_in_ranks, run_straight, send_signal, steps_of
 from long_lists import some
-from tiny_run import evaluated_config, raw_config
+from safetensors.torch import load_file, save_file
+from tiny_run import evaluated_config, make_model, raw_config
 
 from megatron_dapo import fault_points
+from megatron_dapo.checkpoints.folder import check_resume
+from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.loop import Trainer
+from megatron_dapo.trainer.preflight import check_setup
 from megatron_dapo.weights.verify import verify
 
 STEPS = 3
@@ -227,3 +233,31 @@ def test_a_checkpoint_without_critic_is_refused_and_stays(straight, tmp_path, ca
     assert run(short(straight[0], tmp_path, trainer__steps=2)) == 2
     assert "no critic" in capfd.readouterr().err
     assert (tmp_path / "checkpoints" / "step_1").is_dir()
+
+
+def test_a_critic_of_another_shape_is_refused_before_the_engines_start(straight, tmp_path):
+    """At a resume by its config.json; at any start by the headers of its files."""
+    make_model(tmp_path / "larger", intermediate_size=96)
+    raw = config(straight[0], straight[1])
+    same = parse_config(raw)
+    assert check_resume(same, check_config(same)) == []
+    raw["critic"]["model"] = str(tmp_path / "larger")
+    other = parse_config(raw)
+    with pytest.raises(ConfigError, match=r"cannot resume: the model of .*larger has ffn_hidden 96, but that of"):
+        check_resume(other, check_config(other))
+    check_setup(other, check_config(other))
+    file = tmp_path / "larger" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 80}))
+    with pytest.raises(ConfigError, match=r"critic\.model: .*shape .*, but config.json says"):
+        check_setup(other, check_config(other))
+
+
+def test_a_head_of_two_labels_is_refused(straight, tmp_path):
+    shutil.copytree(straight[0], tmp_path / "judge")
+    weights = load_file(tmp_path / "judge" / "model.safetensors")
+    save_file(weights | {"score.weight": torch.zeros(2, 32)}, tmp_path / "judge" / "model.safetensors")
+    raw = config(straight[0], tmp_path / "run")
+    raw["critic"]["model"] = str(tmp_path / "judge")
+    parsed = parse_config(raw)
+    with pytest.raises(ConfigError, match=r"critic\.model: .*tensor score\.weight: shape \(2, 32\), but .* \(1, 32\)"):
+        check_setup(parsed, check_config(parsed))
