@@ -57,10 +57,10 @@ def started_server(
         asyncio.run(server.end())
 
 
-def split_arguments() -> tuple[list[str], list[str]]:
-    """Those before `--`, and the server's after it."""
+def split_arguments(*default: str) -> tuple[list[str], list[str]]:
+    """Those before `--`, and the server's after it; without `--` the server's `default`."""
     own = sys.argv[1:]
-    return (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
+    return (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, list(default))
 
 
 def main() -> int:

@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ablation import split_arguments
+
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.parameters import count_parameters
@@ -106,9 +108,7 @@ async def decode(args: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> None:
-    own, theirs = sys.argv[1:], ["--mem-fraction-static", "0.85"]
-    if "--" in own:
-        own, theirs = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, theirs = split_arguments("--mem-fraction-static", "0.85")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="h200")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -37,6 +37,7 @@ from statistics import fmean
 from typing import Any
 
 import psutil
+from ablation import split_arguments
 from transformers import AutoTokenizer
 
 from megatron_dapo.config import load_config
@@ -276,9 +277,7 @@ def make_systems(args: argparse.Namespace, samples: int) -> dict[str, System]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    own, server = sys.argv[1:], []
-    if "--" in own:
-        own, server = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, server = split_arguments()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="HF directory with its tokenizer")
     parser.add_argument("--data", type=Path, help="folder with gsm8k_train.jsonl")

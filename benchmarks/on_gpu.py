@@ -43,6 +43,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ablation import split_arguments
+
 from megatron_dapo.config import load_config
 from megatron_dapo.observe.metrics_file import is_wall_clock, read_records
 from megatron_dapo.planner.assumptions import DEFAULT_MFU, GIB
@@ -515,9 +517,7 @@ def write_learning(out: Path, names: Sequence[str]) -> None:
 
 
 def main() -> int:
-    own, server = sys.argv[1:], []
-    if "--" in own:
-        own, server = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, server = split_arguments()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=Path("data"))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ablation import split_arguments
 from torch import Tensor
 
 FAULT_FILE = "PLANTED_FAULT"  # environment variable of the server: a file that says what `corrupt` does
@@ -311,9 +312,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
-    own, theirs = sys.argv[1:], []
-    if "--" in own:
-        own, theirs = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, theirs = split_arguments()
     args = parser.parse_args(own)
     args.server_arguments = theirs
     right = True

@@ -59,6 +59,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from ablation import split_arguments
 from random_model import write_random_model
 
 from megatron_dapo.config import Config, ModelShape, parse_config
@@ -264,9 +265,7 @@ def main() -> None:
     parser.add_argument("--generating", action="store_true", help="requests run during the updates")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
-    own, theirs = sys.argv[1:], ["--mem-fraction-static", "0.7"]
-    if "--" in own:
-        own, theirs = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, theirs = split_arguments("--mem-fraction-static", "0.7")
     args = parser.parse_args(own)
     args.server_arguments = theirs if args.device == "cuda" or "--" in sys.argv else []
     if args.fp8 and args.only != ["real"]:

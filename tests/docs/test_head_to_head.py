@@ -113,3 +113,13 @@ def test_only_complete_lines_are_read(tmp_path):
     assert [*read()] == [{"a": 1}] and [*read()] == []
     file.write_text(json.dumps({"a": 1}) + '\n{"b": 2}\n')
     assert [*read()] == [{"b": 2}]
+
+
+def test_arguments_behind_two_dashes_are_the_servers(monkeypatch):
+    words = ["--out", "runs", "--", "--tp", "2", "--"]
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    assert h2h.split_arguments("--default", "1") == (["--out", "runs"], ["--tp", "2", "--"])
+    monkeypatch.setattr(sys, "argv", ["script", *words[:3]])
+    assert h2h.split_arguments("--default", "1") == (["--out", "runs"], [])
+    monkeypatch.setattr(sys, "argv", ["script", *words[:2]])
+    assert h2h.split_arguments("--default", "1") == (["--out", "runs"], ["--default", "1"])

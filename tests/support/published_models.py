@@ -59,6 +59,7 @@ def benchmark(name: str) -> Any:
     """The module benchmarks/NAME.py."""
     file, key = Path(__file__).parents[2] / "benchmarks" / f"{name}.py", f"benchmark_{name}"
     if (module := sys.modules.get(key)) is None:
+        sys.path.append(str(file.parent))  # they import one another
         spec = importlib.util.spec_from_file_location(key, file)
         assert spec is not None and spec.loader is not None
         module = sys.modules[key] = importlib.util.module_from_spec(spec)
