@@ -124,5 +124,5 @@ def check_staleness(metrics: dict[str, float], config: RolloutConfig, step: int)
     if config.max_staleness and found > config.staleness_limit:
         raise UserError(
             f"the batch of step {step} has tokens that are {found:.0f} weight versions old, but rollout.max_staleness "
-            f"is {config.max_staleness}: in the first step after a resume, use the value of the run before it"
+            f"is {config.max_staleness}: if it was lowered for this start, train this step with the earlier value"
         )
