@@ -54,7 +54,7 @@ from megatron_dapo.weights.formats.small_files import (
     saved_object,
     torch_dist_metadata,
 )
-from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
+from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
 from megatron_dapo.weights.locate import HF_FILES, locate
 from megatron_dapo.weights.model_weights import ADAPTERS
 from megatron_dapo.weights.side_files import hf_files, side_files
@@ -143,7 +143,7 @@ def _items(entry: Any, buffers: HostBuffers | None) -> Iterator[tuple[Stored, li
             part = data[start : start + step]
             offsets[lead] += start
         sizes = (*(1 for _ in range(lead)), *part.shape)
-        archive = TensorArchive(part.dtype, sizes)
+        archive = tensor_archive(part.dtype, sizes)
         place = ("", 0, archive.length)
         shape = tuple(entry.global_shape)
         yield Stored(entry.key, *place, part.dtype, shape, tuple(offsets), sizes), [archive.head, part, archive.tail]

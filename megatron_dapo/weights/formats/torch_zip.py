@@ -71,7 +71,7 @@ class TensorArchive:
 
 
 @lru_cache(maxsize=256)
-def tensor_archive(dtype: Dtype, shape: tuple[int, ...]) -> TensorArchive:
+def tensor_archive(dtype: Any, shape: tuple[int, ...]) -> TensorArchive:
     """The archive of this dtype and shape; a large model has thousands of tensors and few shapes."""
     return TensorArchive(dtype, shape)
 
