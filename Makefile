@@ -39,13 +39,13 @@ $(STAMP) $(QUICK): pyproject.toml setup.py
 quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(QUICK))
 	@$(BIN)/python examples/quickstart/quickstart.py
 
-# mypy runs beside the tests. A failure does not end the other parts.
+# mypy runs beside the installation of SGLang and the tests. A failure does not end the other parts.
 PARALLEL = @$(MAKE) --no-print-directory --keep-going -j
 
 check: lint
 	$(PARALLEL) 2 types tests-fast
 
-test: lint sglang-cpu
+test: lint
 	$(PARALLEL) 2 types parts
 
 lint: $(STAMP)
@@ -82,7 +82,7 @@ tests-%: $(STAMP)
 	@$(BIN)/python -m pytest --durations=40 $(PART_$*)
 
 # Four at a time on two cores, because real servers and Slurm mostly wait. Six would need a twentieth more CPU time.
-parts: $(STAMP)
+parts: $(STAMP) sglang-cpu
 	@$(BIN)/python -m tests.support.run_parts 4 $(foreach part,$(PARTS),"$(part) $(PART_$(part))")
 
 mutants: $(STAMP)
