@@ -1,6 +1,7 @@
 """A server's processes: they end together and with their launcher, and nobody else can read their keys."""
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
-from installed_sglang import QUICK_IMPORT, SGLANG_VERSIONS, sglang_python
+from installed_sglang import QUICK_IMPORT, SGLANG_VERSIONS, require_sglang
 from waiting import wait_for
+from workplace import FILES, FILLED_IN
 
+from megatron_dapo.config import load_config
 from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.client import EXACT_ARGUMENTS, IN_SERVER, SGLangClient
@@ -278,19 +281,57 @@ def test_a_server_without_the_trainers_kernels_is_refused(change):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("version", SGLANG_VERSIONS)
-def test_the_plugin_installs_into_a_real_sglang(version):
-    if not sglang_python(version).exists():
-        pytest.skip(f"SGLang {version} is not installed: make sglang-cpu")
+# ---- in the Python of an installed SGLang ----
+
+IN_SGLANG = """
+import argparse, json, sys
+from unittest.mock import Mock
+from sglang.srt.server_args import ServerArgs
+parser, refused = argparse.ArgumentParser(), []
+ServerArgs.add_cli_args(parser)
+for command in json.load(sys.stdin):
+    try:
+        parser.parse_args(command)
+    except SystemExit:
+        refused.append(command)
+
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import megatron_dapo_exact as exact
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.utils.weight_checker import WeightChecker
+WeightChecker._get_model = WeightChecker._parallelism_info = Mock()
+reply = WeightChecker.handle(WeightChecker.__new__(WeightChecker), exact.ACTION)
+found = {"refused": refused, "norm": RMSNorm.forward_cuda is exact._norm, "checksums": sorted(reply["checksums"])}
+print("\\n" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module", params=SGLANG_VERSIONS)
+def in_sglang(request):
+    """What one process found, with its stderr: an import of SGLang costs 9 CPU seconds."""
+    python = require_sglang(request.param)
+    commands = []
+    for file in FILES:
+        config = load_config(file, FILLED_IN.get(file, []))
+        command, _ = sglang_command(config.policy.model, config.rollout.servers, 0, 30000)
+        commands.append(command[command.index("--model-path") :])
+    assert any("--cuda-graph-max-bs-decode" in command for command in commands)
     _, environment = sglang_command("model", exact_config(device="cpu"), 0, 1)
-    code = (
-        "from unittest.mock import Mock; from sglang.srt.plugins import load_plugins; load_plugins();"
-        "import megatron_dapo_exact as exact;"
-        "from sglang.srt.layers.layernorm import RMSNorm; from sglang.srt.utils.weight_checker import WeightChecker;"
-        "WeightChecker._get_model = WeightChecker._parallelism_info = Mock();"
-        "reply = WeightChecker.handle(WeightChecker.__new__(WeightChecker), exact.ACTION);"
-        "print(RMSNorm.forward_cuda is exact._norm, *sorted(reply['checksums']))"
-    )
-    command = [sglang_python(version), "-c", QUICK_IMPORT + code]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    assert done.stdout.split()[-4:] == ["True", "attention", "kernels", "products"], done.stderr
+    done = subprocess.run(
+        [python, "-c", QUICK_IMPORT + IN_SGLANG], input=json.dumps(commands), env=os.environ | environment, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_sglang_knows_every_argument_of_the_examples_servers(in_sglang):
+    """An option that a version has dropped or made ambiguous would end a server at its start."""
+    found, said = in_sglang
+    assert not found["refused"], said[-500:]
+
+
+def test_the_plugin_installs_into_a_real_sglang(in_sglang):
+    found, _ = in_sglang
+    assert found["norm"] and found["checksums"] == ["attention", "kernels", "products"]
