@@ -25,7 +25,6 @@ from megatron_dapo.planner.parameters import (
     count_parameters,
     rank_parameters,
     stage_layers,
-    trained_parameters,
 )
 
 Layers = Literal["te", "local"]
@@ -268,9 +267,11 @@ def stage_memory(
     shape: ModelShape, policy: PolicyConfig, world: int, micro_batches: int, stage: int, layers: Layers = "te"
 ) -> TrainerMemory:
     """Memory of one rank of `stage` when `world` ranks train with at most `micro_batches` per update."""
-    held, trained = rank_parameters(shape, policy, stage).total, trained_parameters(shape, policy, stage)
+    trained = rank_parameters(shape, policy, stage)
+    held = trained.total
     if policy.lora.rank:  # on torch layers; the base has neither gradients nor optimizer state
-        held, layers = held + adapter_parameters(shape, policy, stage).total, "local"
+        trained = adapter_parameters(shape, policy, stage)
+        held, layers = held + trained.total, "local"
     size = 2 if policy.precision == "bf16" else 4
     optimizer, step = _optimizer(trained, policy, world, fused=layers == "te")
     last = stage == policy.pipeline_parallel - 1
@@ -300,10 +301,11 @@ def trainer_memory(
 
 def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
     """Weights, gradients and optimizer state of the first stage: less than it needs in all."""
-    held, trained = rank_parameters(shape, policy, 0).total, trained_parameters(shape, policy, 0)
+    base = rank_parameters(shape, policy, 0)
+    trained = adapter_parameters(shape, policy, 0) if policy.lora.rank else base
     size = 2 if policy.precision == "bf16" else 4
     gradients = 4 if policy.gradient_reduction == "fp32" else 2
-    return size * held + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
+    return size * base.total + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
 
 
 def library_bytes(world: int) -> float:
