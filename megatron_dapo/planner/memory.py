@@ -25,6 +25,7 @@ from megatron_dapo.planner.parameters import (
     count_parameters,
     rank_parameters,
     stage_layers,
+    trained_parameters,
 )
 
 Layers = Literal["te", "local"]
@@ -267,11 +268,9 @@ def stage_memory(
     shape: ModelShape, policy: PolicyConfig, world: int, micro_batches: int, stage: int, layers: Layers = "te"
 ) -> TrainerMemory:
     """Memory of one rank of `stage` when `world` ranks train with at most `micro_batches` per update."""
-    trained = rank_parameters(shape, policy, stage)
-    held = trained.total
+    held, trained = rank_parameters(shape, policy, stage).total, trained_parameters(shape, policy, stage)
     if policy.lora.rank:  # on torch layers; the base has neither gradients nor optimizer state
-        trained = adapter_parameters(shape, policy, stage)
-        held, layers = held + trained.total, "local"
+        held, layers = held + adapter_parameters(shape, policy, stage).total, "local"
     size = 2 if policy.precision == "bf16" else 4
     optimizer, step = _optimizer(trained, policy, world, fused=layers == "te")
     last = stage == policy.pipeline_parallel - 1
@@ -301,11 +300,10 @@ def trainer_memory(
 
 def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
     """Weights, gradients and optimizer state of the first stage: less than it needs in all."""
-    base = rank_parameters(shape, policy, 0)
-    trained = adapter_parameters(shape, policy, 0) if policy.lora.rank else base
+    held, trained = rank_parameters(shape, policy, 0).total, trained_parameters(shape, policy, 0)
     size = 2 if policy.precision == "bf16" else 4
     gradients = 4 if policy.gradient_reduction == "fp32" else 2
-    return size * base.total + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
+    return size * held + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
 
 
 def library_bytes(world: int) -> float:
