@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 MAX_ANSWER_CHARS = 1000
@@ -24,14 +25,20 @@ _RATIO = re.compile(
 _MIXED = re.compile(r"([+-]?)\s?(\d+)\s+(\d+)\s?/\s?(\d+)")
 _UNIT = re.compile(
     rf"({_PLAIN})\s*(?:\\?%)?\s*(?:\\(?:text|mathrm|mbox|textbf|operatorname)\s?\{{\s?[A-Za-z][A-Za-z\s./-]*\}}|"
-    r"[A-Za-z][A-Za-z\s./-]+)(?:\^\{?[23]\}?|²|³)?"
+    r"([A-Za-z][A-Za-z\s./-]+))(?:\^\{?[23]\}?|²|³)?"
+)
+# Other words of up to three letters are variables: `2xy`, `3n-k` and `5 x/y` are not numbers with a unit.
+_SHORT_UNITS = re.compile(
+    r"(?i)[ghlms]|all|am|bag|box|bus|car|cat|cm|cow|cup|day|dm|dog|egg|eur|ft|hen|hrs?|hz|in|k[gjmw]|lbs?|m[aei]n|"
+    r"m[gilms]|mph|of|oz|pen|per|pig|pm|sec|set|sq|the|usd|way|yd"
 )
 _DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°)$")
 # Words that change the value or join two answers: a number followed by one of them is not a number with a unit.
 _NOT_UNITS = re.compile(
     r"(?i)hundred|thousand|million|billion|trillion|dozen|half|halves|third|quarter|percent|score|pair|pi\b|sqrt|"
     r"\bor\b|\band\b|\bmod\b|\bto\b|\btimes\b|\bplus\b|\bminus\b|\bover\b|\bi\b|\be\b|\bnot\b|\bless\b|\bmore\b|"
-    r"log|ln\b|sin|cos|tan|frac|factorial|choose|infinity|\binf\b"
+    r"log|ln\b|sin|cos|tan|frac|factorial|choose|infinity|\binf\b|squared|cubed|\broot\b|divided|multiplied|tenth|"
+    r"fifth|sixth|seventh|eighth|ninth|lakh|crore|\bper cent\b|\bout of\b|\bwrong\b"
 )
 _MAYBE_A_NUMBER = re.compile(r"[\d\\^π√]")
 _SEPARATOR = re.compile(r"\s*(?:[,;]|\\text\s?\{\s?,?\s?(?:and|or)\s?\}|\band\b|\bor\b)\s*")
@@ -101,7 +108,8 @@ def number(text: str) -> Fraction | None:
     plain = _NUMBER.fullmatch(text)
     if plain is None:
         unit = _UNIT.fullmatch(text)
-        plain = unit if unit and "%" not in text and not _NOT_UNITS.search(text) else None
+        known = unit and all(len(w) > 3 or _SHORT_UNITS.fullmatch(w) for w in re.findall("[A-Za-z]+", unit[2] or ""))
+        plain = unit if known and "%" not in text and not _NOT_UNITS.search(text) else None
     if plain is not None:
         return Fraction(re.sub(r"[^\d.+-]", "", plain[1].replace("\\!", "")).removesuffix("."))
     mixed = _MIXED.fullmatch(text)
@@ -165,14 +173,7 @@ def _exact(text: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    return deepest
+    return max(accumulate((character in "([{") - (character in ")]}") for character in text), default=0)
 
 
 def _is_number_list(answer: str) -> bool:

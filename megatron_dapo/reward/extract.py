@@ -25,7 +25,12 @@ _WRAPPERS = [
         r"\\(?:text|textbf|mathbf|mathrm|mathit|textit|mbox|bm|boldsymbol|displaystyle|textstyle)\s?\{([^{}]*)\}",
     )
 ]  # fmt: skip
-_ONE_FORMULA = re.compile(r"[^$\d]*(?<!\\)\$([^$]+)(?<!\\)\$[^$\d]*")
+_ONE_FORMULA = re.compile(r"([^$\d]*)(?<!\\)\$([^$]+)(?<!\\)\$([^$\d]*)")
+# Around a formula these belong to the answer: `-$42$`, `$42$%`, `$42$ million`, `not $42$`.
+_CHANGES_BEFORE = re.compile(r"(?i)[-+±√<>≤≥≠~≈*/^]\s*$|\b(?:minus|negative|not|than|half|twice|least|most)\b")
+_CHANGES_AFTER = re.compile(
+    r"(?i)^\s*(?:\\?%|[-+*/^!<>≤≥≠]|\\)|\b(?:hundred|thousand|[mb]illion|dozen|per ?cent|or|squared|cubed|pi)\b"
+)
 SHORT_LINE = 60
 WINDOW = 1000  # characters at the end, searched first: most answers are there
 
@@ -85,8 +90,8 @@ def clean(answer: str) -> str:
             if whole and _balanced(whole[1]):
                 answer = whole[1].strip()
         formula = _ONE_FORMULA.fullmatch(answer)
-        if formula:
-            answer = formula[1].strip()
+        if formula and not _CHANGES_BEFORE.search(formula[1]) and not _CHANGES_AFTER.search(formula[3]):
+            answer = formula[2].strip()
         if answer == before:
             break
     return answer
