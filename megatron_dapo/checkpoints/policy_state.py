@@ -202,12 +202,13 @@ def _megatron_args(policy: Policy, step: int) -> Namespace:
 def _scheduler_state(policy: Policy) -> dict[str, Any]:
     """Megatron-LM's learning-rate scheduler loads this; --override-opt-param-scheduler replaces its values."""
     options = policy.config.policy.optimizer
-    decay = {"start_wd": options.weight_decay, "end_wd": options.weight_decay, "wd_incr_style": "constant"}
-    steps = options.decay_steps or policy.config.trainer.steps
+    each = policy.step.updates_per_step
+    steps = each * (options.decay_steps or policy.config.trainer.steps)
     return {
-        "max_lr": options.lr, "min_lr": options.min_lr, "lr_warmup_steps": options.warmup_steps,
-        "lr_decay_style": options.schedule, "lr_decay_steps": steps, "wd_incr_steps": steps,
-        "num_steps": policy.updates, **decay,
+        "max_lr": options.lr, "min_lr": options.min_lr, "lr_warmup_steps": each * options.warmup_steps,
+        "lr_decay_style": options.schedule, "lr_decay_steps": steps, "num_steps": policy.updates,
+        "start_wd": options.weight_decay, "end_wd": options.weight_decay, "wd_incr_steps": steps,
+        "wd_incr_style": "constant",
     }  # fmt: skip
 
 
@@ -227,7 +228,8 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     initialize_state(policy.optimizer)
     state = _load(_sharded_state(policy, is_loading=True), directory)
     _set_weights(policy, state)
-    policy.updates = int(state["updates"])
+    each = policy.step.updates_per_step  # another number keeps the place in the learning-rate schedule
+    policy.updates = round(state["updates"] * each / state.get("updates_per_step", each))
     step = _step(state, directory)
     optimizer_state = fit_chain(policy.optimizer, state["optimizer"])
     adapt_step(policy.optimizer, optimizer_state, step)
@@ -301,7 +303,7 @@ def _sharded_state(
     metadata = {**_metadata(policy), "to_host": to_host}
     state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     drop_classes(state["optimizer"])
-    state["updates"] = policy.updates
+    state["updates"], state["updates_per_step"] = policy.updates, policy.step.updates_per_step
     return state
 
 

@@ -104,7 +104,7 @@ class UpdateStep:
         self.optimizer = optimizer
         self.updates = 0
         is_critic = shape.head == "value"
-        self._updates_per_step = config.trainer.updates_per_step * (config.critic.epochs if is_critic else 1)
+        self.updates_per_step = config.trainer.updates_per_step * (config.critic.epochs if is_critic else 1)
         self.loss: PolicyLoss | ValueLoss = ValueLoss(config.critic.clip) if is_critic else PolicyLoss(config.algorithm)
         self._read_output: ReadOutput = from_value_head if is_critic else from_head
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
@@ -344,7 +344,7 @@ class UpdateStep:
     def step_optimizer(self) -> dict[str, float]:
         """Clips and steps. If the gradient is not finite, every rank raises and nothing has changed."""
         optimizer = self.config.policy.optimizer
-        rate = learning_rate(optimizer, self.updates, self._updates_per_step, self.config.trainer.steps)
+        rate = learning_rate(optimizer, self.updates, self.updates_per_step, self.config.trainer.steps)
         set_learning_rate(self.optimizer, rate, optimizer.weight_decay)
         try:
             _, norm, _ = self.optimizer.step()

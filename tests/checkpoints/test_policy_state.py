@@ -97,6 +97,19 @@ def test_training_continues_in_another_layout(case, checkpoint):
             assert difference == 0 if exact else difference <= 1e-5, (layout, name)
 
 
+def load_with_smaller_mini_batches(rendezvous, layout, model, folder):
+    policy = make(rendezvous, layout, model)
+    policy.step.updates_per_step *= 4
+    load_policy(policy, folder)
+    return policy.updates
+
+
+def test_another_number_of_updates_keeps_the_place_in_the_schedule(checkpoint):
+    """Two updates are as much of a step as eight of a quarter of the size: warm-up and decay count steps."""
+    folder, *_ = checkpoint(train_and_save, "dp2do", "dense")
+    assert run(load_with_smaller_mini_batches, "do", "dense", folder) == 8
+
+
 def test_every_data_and_context_parallel_rank_writes_a_part(checkpoint):
     folder, *_ = checkpoint(train_and_save, "cp2dp2do", "dense")
     written = [sum(p.stat().st_size for p in folder.glob(f"__{rank}_*.distcp")) for rank in range(4)]
