@@ -136,7 +136,10 @@ def _text_rows(file: Path, ending: str) -> Iterator[tuple[int, Row | str]]:
         try:
             if ending not in JSON_ENDINGS:
                 lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-                yield from enumerate(csv.DictReader(lines, delimiter="\t" if ending == ".tsv" else ","), start=1)
+                reader = csv.DictReader(lines, delimiter="\t" if ending == ".tsv" else ",")
+                wide = "more values than columns: quote a value with commas"  # 1,234 would be read as 1
+                rows = (wide if any(row.get(None, ())) else row for row in reader)
+                yield from enumerate(rows, start=1)
                 return
             for number, line in enumerate(stream, start=1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -164,8 +167,8 @@ def _json_row(line: bytes) -> Row | str:
         return f"invalid UTF-8 at byte {error.start} of the line"
     except json.JSONDecodeError as error:
         return f"invalid JSON: {error.msg} at character {error.pos}"
-    except RecursionError:
-        return "invalid JSON: nested too deeply"
+    except (ValueError, RecursionError):
+        return "invalid JSON: nested too deeply, or a number with too many digits"
     return row if isinstance(row, dict) else f"expected an object, found {type(row).__name__}"
 
 

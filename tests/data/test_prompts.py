@@ -250,6 +250,23 @@ def test_a_huge_field_of_a_table_is_a_prompt_that_is_too_long(tmp_path, tokenize
     assert [p.text for p in prompts] == ["1+1="] and prompts.report.too_long == [(1, 200_000)]
 
 
+def test_a_table_with_an_unquoted_comma_does_not_lose_the_end_of_the_answer(tmp_path, tokenizer):
+    """Without this 1,234 was read as 1. An empty last field and a column without a name are harmless."""
+    rows = ",question,answer\n0,1+1=,1,234\n1,2+2=,4,\n2,3+3=,6\n"
+    (tmp_path / "rows.csv").write_text(rows)
+    prompts = load(str(tmp_path / "rows.csv"), tokenizer, max_unusable=0.5)
+    assert [(p.text, p.answer) for p in prompts] == [("2+2=", "4"), ("3+3=", "6")]
+    assert prompts.report.bad == [(1, "more values than columns: quote a value with commas")]
+
+
+def test_a_number_with_too_many_digits_is_a_bad_row(tmp_path, tokenizer):
+    """Python reads integers of at most 4300 digits."""
+    rows = [b'{"question": "1+1=", "answer": ' + b"9" * 5000 + b"}", {"question": "2+2=", "answer": "4"}]
+    prompts = load(write(tmp_path / "n.jsonl", rows), tokenizer, max_unusable=0.5)
+    assert [p.text for p in prompts] == ["2+2="]
+    assert prompts.report.bad == [(1, "invalid JSON: nested too deeply, or a number with too many digits")]
+
+
 def test_a_template_without_the_question_is_refused():
     with pytest.raises(ConfigError, match=r"data: template 'Solve this' is neither one of dapo, plain, chat"):
         parse_config({"data": {"template": "Solve this"}})
