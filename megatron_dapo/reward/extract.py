@@ -7,6 +7,7 @@ control characters, Markdown and math delimiters are removed from the result.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>")
 _INVISIBLE = re.compile(
@@ -44,6 +45,14 @@ def final_answer(response: str) -> str | None:
         return clean(found)
     lone = _visible(response[: 2 * WINDOW]).strip() if len(response) <= 2 * WINDOW else ""
     return clean(lone) if lone and len(lone) <= SHORT_LINE and "\n" not in lone else None
+
+
+@lru_cache(maxsize=65536)
+def reference_answer(answer: str) -> str:
+    """A data set's answer, cleaned; of a solution with a box, what is in the box. Cached for a prompt's samples."""
+    text = _visible(answer)
+    box = _last_boxes(text) if "box" in text else None
+    return clean(text if box is None else box[1])
 
 
 def _find(text: str) -> str | None:

@@ -14,14 +14,13 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.plugins import is_plugin, load_function
 from megatron_dapo.reward.dapo import published_answer, published_verdict
 from megatron_dapo.reward.equivalence import decide, equivalent
-from megatron_dapo.reward.extract import clean, final_answer
+from megatron_dapo.reward.extract import final_answer, reference_answer
 from megatron_dapo.types import Grade, Prompt, Sample
 
 if TYPE_CHECKING:  # a grading process does not need it
@@ -108,12 +107,6 @@ class Scores:
         raise TypeError(f"the grader returned {result!r:.200}; expected a Grade, a bool or a finite float")
 
 
-@lru_cache(maxsize=65536)
-def _reference(answer: str) -> str:
-    """The cleaned reference answer. Cached, because all samples of a prompt are compared with it."""
-    return clean(answer)
-
-
 class MathGrader:
     """Correct if the answer has the reference's value or text, however it is written."""
 
@@ -124,7 +117,7 @@ class MathGrader:
         answer = final_answer(response)
         if answer is None:
             return self._scores.grade(False, None, "no answer found")
-        verdict = decide(_reference(prompt.answer), answer)
+        verdict = decide(reference_answer(prompt.answer), answer)
         return None if verdict is None else self._scores.grade(verdict[0], answer, verdict[1])
 
     def grade(self, prompt: Prompt, response: str) -> Grade:
@@ -132,7 +125,7 @@ class MathGrader:
         if quick is not None:
             return quick
         answer = final_answer(response) or ""
-        correct, reason = equivalent(_reference(prompt.answer), answer)
+        correct, reason = equivalent(reference_answer(prompt.answer), answer)
         return self._scores.grade(correct, answer, reason)
 
 
@@ -163,7 +156,7 @@ class ExactGrader:
         answer = final_answer(response)
         if answer is None:
             return self._scores.grade(False, None, "no answer found")
-        correct = answer.split() == _reference(prompt.answer).split()
+        correct = answer.split() == reference_answer(prompt.answer).split()
         return self._scores.grade(correct, answer, "same text" if correct else "different text")
 
     grade = quick

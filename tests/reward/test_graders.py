@@ -100,6 +100,16 @@ def test_exact_compares_the_text(reference, response, right):
     assert grade("exact", reference, response).correct is right
 
 
+@pytest.mark.parametrize("name", ["math", "exact"])
+def test_a_reference_may_be_a_solution_with_a_box(name):
+    """As in MATH, whose rows have `problem` and `solution`; and an invisible character is no part of an answer."""
+    solution = r"First $3+4=7$, so $x = \boxed{7}$ in all 2 cases."
+    for reference in (solution, r"\boxed{7}", "\u200f7"):
+        assert grade(name, reference, "Answer: 7").correct is True
+        assert grade(name, reference, "Answer: 2").correct is False
+    assert grade(name, "Roots: " + r"$\boxed{3}$ and $\boxed{5}$.", "Answer: 3, 5").correct is True
+
+
 def test_extraction_is_linear_in_the_response():
     """Each of these is 100 000 characters; a quadratic pattern would take a minute."""
     for hostile in ("answer ", "answer" + " " * 500, r"\boxed{", r"\boxed{}", "}{", "Answer:*", "$", r"\(", "\\", "{"):
