@@ -362,9 +362,10 @@ class StepCollector:
                 self._accounting.undrop(pending.group, self._reasons.pop(pending.serial))
                 self._groups.put(pending, GroupState.KEPT)
         if not self._groups.count(GroupState.KEPT):
-            raise SamplingLimitError(
-                f"{self._limit_message()}. There is nothing to train on: check the grader and the group filter"
-            )
+            samples = [s for pending in self._groups.ordered(GroupState.REJECTED) for s in pending.group.samples]
+            why = [f" (ungraded: {s.grade.reason})" for s in samples if s.grade and s.grade.ungraded and s.grade.reason]
+            message = f"{self._limit_message()}. There is nothing to train on: check the grader and the group filter"
+            raise SamplingLimitError(message + (why[-1] if why else ""))
 
     def _limit_message(self) -> str:
         found = self._accounting

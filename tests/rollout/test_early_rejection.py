@@ -64,6 +64,14 @@ def test_a_filter_of_the_user_may_reject_early():
     assert {0, 1} <= set(asked)
 
 
+def test_a_batch_without_a_grade_says_why_a_response_is_ungraded():
+    async def too_large(prompt, sample):
+        return Grade(True, 1e300)
+
+    with pytest.raises(SamplingLimitError, match=r"the group filter \(ungraded: invalid: 1e\+300 is not a number"):
+        collect(rollout(3, max_generation_batches=1), grade=too_large)
+
+
 def test_a_group_that_was_rejected_early_does_not_fill_the_batch():
     async def all_correct(prompt, sample):
         return Grade(True, 1.0)
