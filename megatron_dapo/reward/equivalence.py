@@ -29,8 +29,8 @@ _UNIT = re.compile(
 )
 # Other words of up to three letters are variables: `2xy`, `3n-k` and `5 x/y` are not numbers with a unit.
 _SHORT_UNITS = re.compile(
-    r"(?i)[ghlms]|all|am|bag|box|bus|car|cat|cm|cow|cup|day|dm|dog|egg|eur|ft|hen|hrs?|hz|in|k[gjmw]|lbs?|m[aei]n|"
-    r"m[gilms]|mph|of|oz|pen|per|pig|pm|sec|set|sq|the|usd|way|yd"
+    r"(?i)[ghlms]|all|am|bag|box|bus|car|cat|cc|cm|cow|cup|day|dm|dog|egg|eur|ft|hen|hrs?|hz|in|k[gjmw]|lbs?|m[aei]n|"
+    r"m[gilms]|mph|nd|of|oz|pen|per|pig|pm|rd|sec|set|sq|st|th|the|usd|way|yd|yr"
 )
 _DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°)$")
 # Words that change the value or join two answers: a number followed by one of them is not a number with a unit.
@@ -64,7 +64,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
         return True, "same text"
     if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(reference)):
         return False, f"too long for an answer ({len(answer)} characters)"
-    if _depth(answer) > MAX_DEPTH:
+    if max(accumulate((character in "([{") - (character in ")]}") for character in answer)) > MAX_DEPTH:
         return False, f"nested deeper than {MAX_DEPTH} levels"
     if is_words(reference):
         return False, "different words"
@@ -164,10 +164,6 @@ def _compact(text: str) -> str:
     return _SPACE.sub(space, text).replace("dfrac", "frac").replace("tfrac", "frac")
 
 
-def _depth(text: str) -> int:
-    return max(accumulate((character in "([{") - (character in ")]}") for character in text), default=0)
-
-
 def _is_number_list(answer: str) -> bool:
     parts = [part for part in _SEPARATOR.split(answer.strip("()[]{}\\ ")) if part]
     return len(parts) > 1 and all(number(part.strip("$ ")) is not None for part in parts)
@@ -185,6 +181,9 @@ def _latex(text: str, other: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![\\A-Za-z])(pi|sqrt)\b", r"\\\1 ", text).replace("**", "^")
     text = re.sub(r"(\d)\s*\\?%", r"\1\\%", text)
+    end = re.search(r"(?<=[\d})\s])(?!i$)[A-Za-z]{1,2}$", text)  # math-verify would drop t, ab and others as units
+    if end and not (_SHORT_UNITS.fullmatch(end[0]) and (len(end[0]) > 1 or number(text[: end.start()]))):
+        text = f"{text[: end.start()]}{{{end[0]}}}"
     return re.sub(r"(?<=\d)\s+(?:cm|mm|km|m|ft|in|units?)\s?(?:\^\{?[23]\}?)?$", "", text)
 
 
