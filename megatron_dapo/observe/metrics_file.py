@@ -126,8 +126,8 @@ def read_records(path: Path) -> list[Record]:
     """Of all complete lines. A line that is no record, because the file was edited or damaged, is skipped."""
     records, damaged = parse_records(path)
     if damaged:
-        numbers = ", ".join(map(str, damaged))
-        warn_once(f"{path}: not a record and skipped: line {numbers}; the next start moves it to {path.name}.damaged")
+        lines = ", ".join(map(str, damaged))
+        warn_once(f"{path}: skipped line {lines}: not a record; the next start moves it to {path.name}.damaged")
     return records
 
 

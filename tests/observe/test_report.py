@@ -113,7 +113,7 @@ def test_a_damaged_line_is_skipped_by_the_command_and_named_in_one_line(tmp_path
     (run / "metrics.jsonl").write_bytes(b"".join([lines[0], b"\xff\x00\n", *lines[1:]]))
     assert main(["report", str(run)]) == 0
     assert data_of((run / "report.html").read_text())["runs"][0]["steps"] == 3
-    assert len(caplog.messages) == 1 and "metrics.jsonl: not a record and skipped: line 2" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "metrics.jsonl: skipped line 2: not a record" in caplog.messages[0]
 
 
 def test_nan_is_a_gap_and_a_metric_that_is_always_nan_is_left_out(tmp_path):
