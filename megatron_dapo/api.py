@@ -103,7 +103,6 @@ def train(
     what it uses: other functions, modules, plain values. Raises UserError with the message of the command.
     """
     folder = Path(run_dir).resolve()
-    sections = _sections(config)
     given = {"policy.model": str(model), "trainer.run_dir": str(folder)}
     paths = [data] if isinstance(data, str | Path) else list(data)
     given["data.path"] = str(paths[0]) if len(paths) == 1 else list(map(str, paths))  # type: ignore[assignment]
@@ -113,8 +112,7 @@ def train(
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     given |= {key: _named(function, folder) for key, function in plugins.items() if function is not None}
-    _apply(sections, given | settings)
-    file = _write(sections, folder)
+    file = _write(config, given | settings, folder)
     _command("train", str(file), *(["--dry-run"] if dry_run else []), folder=folder)
     return read_run(folder) if not dry_run else TrainedRun(folder, load_run(folder, folder.name, running=True))
 
@@ -133,13 +131,11 @@ def evaluate(
     `out`/results.json. The arguments are those of `train`."""
     folder = Path(out).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    sections = _sections(config)
     given: dict[str, Any] = {"evaluate.data.path": str(data), "policy.model": str(model), "evaluate.samples": samples}
     given["evaluate.data.sources"] = []  # of the file
     if reward is not None:
         given["reward.grader"] = _named(reward, folder)
-    _apply(sections, given | settings)
-    _command("eval", str(_write(sections, folder)), "--out", str(folder), folder=folder)
+    _command("eval", str(_write(config, given | settings, folder)), "--out", str(folder), folder=folder)
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return found
 
@@ -159,15 +155,9 @@ def convert(source: str | Path, destination: str | Path, **options: Any) -> Path
 # ---- settings and functions ----
 
 
-def _sections(config: str | Path | None) -> dict[str, Any]:
-    return load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
-
-
-def _apply(sections: dict[str, Any], settings: Mapping[str, Any]) -> None:
+def _write(config: str | Path | None, settings: Mapping[str, Any], folder: Path) -> Path:
+    sections = load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
     apply_overrides(sections, as_settings({key.replace("__", "."): value for key, value in settings.items()}))
-
-
-def _write(sections: dict[str, Any], folder: Path) -> Path:
     file = folder / "from_python.yaml"
     file.write_text(dump_yaml(sections))
     load_config(file)  # a mistake is found here
