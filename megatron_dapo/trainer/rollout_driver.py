@@ -423,7 +423,7 @@ class RolloutDriver:
         for batch in stale:
             self.queue.remove(batch.step)
             self.sampler.put_back(batch)
-        self._observer.warn(f"max_staleness was lowered to {limit}: {len(stale)} older batches are generated again")
+        self._observer.warn(f"rollout.max_staleness was lowered to {limit}; {len(stale)} older batches are repeated")
 
     def _check_group_size(self, state: dict[str, Any]) -> None:
         ours, saved = self.config.rollout.samples_per_prompt, state["samples_per_prompt"]

@@ -164,5 +164,5 @@ def test_a_lower_limit_generates_older_batches_again(in_flight, limit, folder, t
     assert [m["rollout/staleness_max"] for m in found][:4] == [0, 1, 2, 2] or in_flight
     assert max(m["rollout/staleness_max"] for m in found[4:]) <= limit
     (said,) = re.findall(r"rollout\.max_staleness was .*", (tmp_path / "logs" / "warnings.log").read_text())
-    count = int(re.fullmatch(rf".* lowered to {limit}: (\d) older batches are generated again", said)[1])
+    count = int(re.fullmatch(rf".* lowered to {limit}; (\d) older batches are repeated", said)[1])
     assert count >= 1 or in_flight
