@@ -39,10 +39,11 @@ of the recipe are the published 32B run's
 @@DIFFERENCES@@.
 
 `section.key=value` on the command line overrides a key, with or without `--set` before it; the value is read as YAML,
-so `null`, `true`, `1e-6` and `[a, b]` work. A key that takes text takes it as written, also ` #` and `: `. An unknown
-key is an error that names the key you probably mean, our name for a key of another tool ([migration.md](migration.md)),
-or the keys of that section. `megatron-dapo train CONFIG --dry-run` checks a file against the model, the data and the
-number of ranks, and writes the resolved configuration with every key to the run directory.
+so `null`, `true`, `1e-6` and `[a, b]` work. A key that takes text takes it as written, also ` #` and `: `, unless
+it is in quotes or null. An unknown key is an error that names the key you probably mean, our name for a key of another
+tool ([migration.md](migration.md)), or the keys of that section. `megatron-dapo train CONFIG --dry-run` checks a file
+against the model, the data and the number of ranks, and writes the resolved configuration with every key to the run
+directory.
 
 """
 

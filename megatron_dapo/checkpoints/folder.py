@@ -402,7 +402,7 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
         and not (key == "policy.lora.targets" and sorted(old or ()) == sorted(new))
     ]
     models, critic = [(config.policy.model, saved["model"], shape)], config.of_critic.policy.model
-    critics = [*(run_dir / "checkpoints").glob(f"step_*/{CRITIC}")] if config.uses_critic else []
+    critics = sorted((run_dir / "checkpoints").glob(f"step_*/{CRITIC}")) if config.uses_critic else []
     with contextlib.suppress(UserError):  # a checkpoint without its config.json; the start looks for a better one
         models += [(critic, _plain(value_shape(saved_critic)), value_shape(critic)) for saved_critic in critics[:1]]
     refused += [

@@ -40,7 +40,7 @@ EXPECTED = {
     "less_than_equal": "a number of at most {le:g}",
     "multiple_of": "a multiple of {multiple_of:g}",
 }
-QUOTED_OR_NULL = re.compile(r"'.*'|\".*\"|null|Null|NULL|~|", re.DOTALL)
+QUOTED_OR_NULL = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|null|Null|NULL|~|""", re.DOTALL)
 LISTS = ("data.path", "evaluate.data.path")  # texts that may also be lists of texts
 
 

@@ -137,8 +137,8 @@ def _text_rows(file: Path, ending: str) -> Iterator[tuple[int, Row | str]]:
             if ending not in JSON_ENDINGS:
                 lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
                 reader = csv.DictReader(lines, delimiter="\t" if ending == ".tsv" else ",")
-                wide = "more values than columns: quote a value with commas"  # 1,234 would be read as 1
-                yield from enumerate((wide if any(row.get(None, ())) else row for row in reader), start=1)
+                wide = "more values than columns: put a value with the separator in quotes"  # 1,234 would be 1
+                yield from enumerate((wide if "".join(row.get(None, ())).strip() else row for row in reader), start=1)
                 return
             for number, line in enumerate(stream, start=1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line

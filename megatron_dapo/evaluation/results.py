@@ -17,6 +17,7 @@ from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import publish_directory, write_atomically
 from megatron_dapo.reward.equivalence import last_number_matches
+from megatron_dapo.reward.extract import reference_answer
 from megatron_dapo.types import FinishReason
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def summarise(problems: list[ProblemResult], config: EvalConfig, seed: int, seco
 
 
 def lenient_score(problems: Sequence[ProblemResult]) -> float | None:
-    matches = [last_number_matches(p.reference, r.text) for p in problems for r in p.responses]
+    matches = [last_number_matches(reference_answer(p.reference), r.text) for p in problems for r in p.responses]
     return None if None in matches else fmean(bool(match) for match in matches)
 
 

@@ -127,7 +127,7 @@ def read_records(path: Path) -> list[Record]:
     records, damaged = parse_records(path)
     if damaged:
         lines = ", ".join(map(str, damaged))
-        warn_once(f"{path}: skipped line {lines}: not a record; the next start moves it to {path.name}.damaged")
+        warn_once(f"{path}: skipped line {lines}: not a record. The next start moves them to {path.name}.damaged")
     return records
 
 
@@ -144,7 +144,7 @@ def parse_records(path: Path) -> tuple[list[Record], dict[int, tuple[bytes, str]
             continue
         try:
             records.append(Record.from_line(line.decode()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             damaged[number] = line, str(error)
     return records, damaged
 

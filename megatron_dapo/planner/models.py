@@ -45,7 +45,7 @@ def model_shape(name: str, key: str = "policy.model") -> ModelShape:
         return ModelShape.from_dir(directory)
     if (shape := known_shape(name)) is None:
         raise PlanError(
-            f"{key}: {name} is not a directory; plan needs a directory with the model's config.json "
+            f"{key}: {name} is not a directory; expected one with the model's config.json "
             "(the weights are not read), a name on the hub, or a published Qwen, for example --model Qwen2.5-32B"
         )
     print(f"{name} is not here: the published config.json of that model is used", file=sys.stderr)

@@ -24,21 +24,21 @@ _RATIO = re.compile(
 )
 _MIXED = re.compile(r"\d\s+\d+\s?/\s?\d")
 _UNIT = re.compile(
-    rf"({_PLAIN})\s*(?:\\?%)?\s*(?:\\(?:text|mathrm|mbox|textbf|operatorname)\s?\{{\s?[A-Za-z][A-Za-z\s./-]*\}}|"
-    r"([A-Za-z][A-Za-z\s./-]+))(?:\^\{?[23]\}?|²|³)?"
+    rf"({_PLAIN})(?:\s*\\?%)?(?:\s*\\(?:text|mathrm|mbox|textbf|operatorname)\s?\{{\s?[A-Za-z][A-Za-z\s./-]*\}}|"
+    r"(\s*[A-Za-z][A-Za-z\s./-]+))(?:\^\{?[23]\}?|²|³)?"
 )
 # Other words of up to three letters are variables: `2xy`, `3n-k` and `5 x/y` are not numbers with a unit.
 _SHORT_UNITS = re.compile(
-    r"(?i)[ghlms]|all|am|bag|box|bus|car|cat|cc|cm|cow|cup|day|dm|dog|egg|eur|ft|hen|hrs?|hz|in|k[gjmw]|lbs?|m[aei]n|"
-    r"m[gilms]|mph|nd|of|oz|pen|per|pig|pm|rd|sec|set|sq|st|th|the|usd|way|yd|yr"
+    r"(?i)\s?(?:[ghlms]|[ap]\.?m|cc|cm|cup|day|dm|eur|ft|hrs?|in|k[gjmw]|lbs?|m[gilms]|min|mph|nd|oz|rd|sec|sq|st|th|usd|yd|"
+    r"yr)|\s(?:[a-z]{3}|an?|at|by|cu|db|ha|hz|kn|mo|of|on|pa|pt|qt|rs|us|wk|[gkmt]b)"
 )
 _DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°)$")
 # Words that change the value or join two answers: a number followed by one of them is not a number with a unit.
 _NOT_UNITS = re.compile(
     r"(?i)hundred|thousand|million|billion|trillion|dozen|half|halves|third|quarter|percent|score|pair|pi\b|sqrt|"
     r"\bor\b|\band\b|\bmod\b|\bto\b|\btimes\b|\bplus\b|\bminus\b|\bover\b|\bi\b|\be\b|\bnot\b|\bless\b|\bmore\b|"
-    r"log|ln\b|sin|cos|tan|frac|factorial|choose|infinity|\binf\b|squared|cubed|\broot\b|divided|multiplied|tenth|"
-    r"fifth|sixth|seventh|eighth|ninth|lakh|crore|\bper cent\b|\bout of\b|\bwrong\b"
+    r"log|ln\b|sin|cos|tan|frac|factorial|choose|infinity|\binf\b|squared$|cubed$|\broot\b|divided|multiplied|"
+    r"(?:fif|six|seven|eigh|nin|ten)ths?$|lakh|crore|\bper cent\b|\bout of\b"
 )
 _MAYBE_A_NUMBER = re.compile(r"[\d\\^π√]")
 _SEPARATOR = re.compile(r"\s*(?:[,;]|\\text\s?\{\s?,?\s?(?:and|or)\s?\}|\band\b|\bor\b)\s*")
@@ -109,8 +109,7 @@ def number(text: str) -> Fraction | None:
     plain = _NUMBER.fullmatch(text)
     if plain is None:
         unit = _UNIT.fullmatch(text)
-        known = unit and all(len(w) > 3 or _SHORT_UNITS.fullmatch(w) for w in re.findall("[A-Za-z]+", unit[2] or ""))
-        plain = unit if known and "%" not in text and not _NOT_UNITS.search(text) else None
+        plain = unit if unit and "%" not in text and _is_unit(unit[2] or "") and not _NOT_UNITS.search(text) else None
     if plain is not None:
         return Fraction(re.sub(r"[^\d.+-]", "", plain[1].replace("\\!", "")).removesuffix("."))
     ratio = _RATIO.fullmatch(text)
@@ -120,6 +119,13 @@ def number(text: str) -> Fraction | None:
     if not int(bottom):
         return None
     return (int(ratio[2] or 0) + Fraction(int(top), int(bottom))) * (-1 if ratio[1] == "-" else 1)
+
+
+def _is_unit(text: str) -> bool:
+    """Letters after a number, with the space before them, are words."""
+    words = re.findall(r"\s?(?:[AaPp]\.[Mm]|[A-Za-z]+)", text)
+    long = [word for word in words if len(word.strip()) > 3]
+    return bool(long and text[0].isspace()) or all(word in long or _SHORT_UNITS.fullmatch(word) for word in words)
 
 
 def last_number_matches(reference: str, response: str) -> bool | None:
@@ -182,8 +188,10 @@ def _latex(text: str, other: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])(pi|sqrt)\b", r"\\\1 ", text).replace("**", "^")
     text = re.sub(r"(\d)\s*\\?%", r"\1\\%", text)
     end = re.search(r"(?<=[\d})\s])(?!i$)[A-Za-z]{1,2}$", text)  # math-verify would drop t, ab and others as units
-    if end and not (_SHORT_UNITS.fullmatch(end[0]) and (len(end[0]) > 1 or number(text[: end.start()]))):
-        text = f"{text[: end.start()]}{{{end[0]}}}"
+    if end:
+        before = text[: end.start()]
+        alone = number(before) or (before[-1].isspace() and not re.search(r"(?<![\\A-Za-z])[A-Za-z]", before))
+        text = text if _SHORT_UNITS.fullmatch(end[0]) and (len(end[0]) > 1 or alone) else f"{before}{{{end[0]}}}"
     return re.sub(r"(?<=\d)\s+(?:cm|mm|km|m|ft|in|units?)\s?(?:\^\{?[23]\}?)?$", "", text)
 
 

@@ -27,10 +27,13 @@ _WRAPPERS = [
     )
 ]  # fmt: skip
 _ONE_FORMULA = re.compile(r"([^$\d]*)(?<!\\)\$([^$]+)(?<!\\)\$([^$\d]*)")
-# Around a formula these belong to the answer: `-$42$`, `$42$%`, `$42$ million`, `not $42$`.
-_CHANGES_BEFORE = re.compile(r"(?i)[-+±√<>≤≥≠~≈*/^]\s*$|\b(?:minus|negative|not|than|half|twice|least|most)\b")
+# Beside a formula these belong to the answer: `-$42$`, `$42$%`, `$42$ million`, `not $42$`.
+_CHANGES_BEFORE = re.compile(
+    r"(?i)(?:[-+±√]|(?:[<≤≥≠]|(?<![=-])>|\b(?:minus|negative|not|than|half|twice|sqrt|at (?:least|most)))\s?)$"
+)
 _CHANGES_AFTER = re.compile(
-    r"(?i)^\s*(?:\\?%|[-+*/^!<>≤≥≠]|\\)|\b(?:hundred|thousand|[mb]illion|dozen|per ?cent|or|squared|cubed|pi)\b"
+    r"(?i)\s?(?:\\?%|[+^<>≤≥≠]|\\(?![,;:! (])|(?:hundred|thousand|[mb]illion|trillion|dozen|per ?cent|or|plus|minus|"
+    r"times|thirds?|halves|pi|at (?:least|most)|(?:squared|cubed)(?!\s[a-z]))\b)"
 )
 SHORT_LINE = 60
 WINDOW = 1000  # characters at the end, searched first: most answers are there
@@ -99,7 +102,7 @@ def clean(answer: str) -> str:
             if whole and _balanced(whole[1]):
                 answer = whole[1].strip()
         formula = _ONE_FORMULA.fullmatch(answer)
-        if formula and not _CHANGES_BEFORE.search(formula[1]) and not _CHANGES_AFTER.search(formula[3]):
+        if formula and not _CHANGES_BEFORE.search(formula[1]) and not _CHANGES_AFTER.match(formula[3]):
             answer = formula[2].strip()
         if answer == before:
             break

@@ -119,7 +119,7 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 
 def check_staleness(metrics: dict[str, float], config: RolloutConfig, step: int) -> None:
-    """Admission control and carry-over keep this, also in a run that is resumed with a lower limit."""
+    """Admission control and carry-over keep this; a lower limit and a checkpoint of an older version may not."""
     found = metrics["rollout/staleness_max"]
     if config.max_staleness and found > config.staleness_limit:
         raise UserError(

@@ -423,7 +423,8 @@ class RolloutDriver:
         for batch in stale:
             self.queue.remove(batch.step)
             self.sampler.put_back(batch)
-        self._observer.warn(f"rollout.max_staleness was lowered to {limit}; {len(stale)} older batches are repeated")
+        if stale:
+            self._observer.warn(f"rollout.max_staleness was lowered to {limit}; batches generated again: {len(stale)}")
 
     def _check_group_size(self, state: dict[str, Any]) -> None:
         ours, saved = self.config.rollout.samples_per_prompt, state["samples_per_prompt"]

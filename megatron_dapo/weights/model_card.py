@@ -7,10 +7,10 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 CARD, BASE_CARD, GENERATION = "README.md", "README.base.md", "generation_config.json"
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
+SCORE = re.compile(r"/(avg|pass|maj)@\d+$")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -80,19 +80,14 @@ def _environment(file: Path) -> dict[str, str]:
 
 def _scores(file: Path, step: int) -> list[str]:
     """A table of the evaluations before the first step, and of the newest up to `step`."""
-    found: list[dict[str, Any]] = []
+    found: list[tuple[int, dict[str, str]]] = []
     for line in file.read_bytes().splitlines() if file.exists() else []:
-        with suppress(ValueError, LookupError, TypeError):  # a damaged line, or one that is not complete yet
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # damaged or not complete
             record = json.loads(line)
-            found += [record] if record["kind"] == "eval" and record["step"] <= step else []
+            scores = {name: f"{float(value):.3f}" for name, value in record["metrics"].items() if SCORE.search(name)}
+            found += [(record["step"], scores)] if record["kind"] == "eval" and record["step"] <= step else []
     if not found:
         return []
-    names = [name for name in found[-1]["metrics"] if re.search(r"/(avg|pass|maj)@\d+$", name)]
-    first, last = found[0], found[-1]
-    rows = [f"| {name} | {_number(first, name)} | {_number(last, name)} |" for name in names]
-    return ["", f"| evaluation | step {first['step']} | step {last['step']} |", "|---|---|---|", *rows]
-
-
-def _number(record: dict[str, Any], name: str) -> str:
-    value = record["metrics"].get(name)
-    return "—" if value is None else f"{float(value):.3f}"
+    (first, before), (last, after) = found[0], found[-1]
+    rows = [f"| {name} | {before.get(name, '—')} | {value} |" for name, value in after.items()]
+    return ["", f"| evaluation | step {first} | step {last} |", "|---|---|---|", *rows]

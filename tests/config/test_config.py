@@ -306,7 +306,8 @@ def test_text_keys_take_a_value_as_it_is_written(tmp_path):
         "policy.megatron_checkpoint=null",
         "data.path=on",
     ]
-    for text in ("a #b.jsonl", "#b.jsonl", "x: y", "&a", "*.jsonl", "[ab]*.jsonl", "'it's'.jsonl", "two\nlines"):
+    texts = ("a #b.jsonl", "#b.jsonl", "x: y", '"a": "b"', "&a", "*.jsonl", "[ab]*.jsonl", "'it's'.jsonl", "two\nlines")
+    for text in texts:
         assert load_config(None, [f"data.path={text}", f"policy.model={text}"]).data.path == text
     sources = load_config(None, ["data.path=[a, 'b #c']"]).data.sources
     assert [source.path for source in sources] == ["a", "b #c"]

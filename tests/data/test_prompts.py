@@ -256,7 +256,7 @@ def test_a_table_with_an_unquoted_comma_does_not_lose_the_end_of_the_answer(tmp_
     (tmp_path / "rows.csv").write_text(rows)
     prompts = load(str(tmp_path / "rows.csv"), tokenizer, max_unusable=0.5)
     assert [(p.text, p.answer) for p in prompts] == [("2+2=", "4"), ("3+3=", "6")]
-    assert prompts.report.bad == [(1, "more values than columns: quote a value with commas")]
+    assert prompts.report.bad == [(1, "more values than columns: put a value with the separator in quotes")]
 
 
 def test_a_number_with_too_many_digits_is_a_bad_row(tmp_path, tokenizer):

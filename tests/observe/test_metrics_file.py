@@ -84,7 +84,7 @@ def test_readers_skip_a_damaged_line_in_the_middle_and_say_so_once(tmp_path, cap
     for _ in range(2):
         assert [record.step for record in read_records(path)] == [1, 3]
     (said,) = caplog.messages
-    assert f"{path}: skipped line 2: not a record; the next start" in said
+    assert f"{path}: skipped line 2: not a record. The next start" in said
 
 
 def test_a_step_is_recorded_once(tmp_path):

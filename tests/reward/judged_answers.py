@@ -188,7 +188,7 @@ JUDGED = [
     ("42", "Answer: -$42$", N, Y),
     ("-42", "Answer: -$42$", Y, N),
     ("42", "Answer: $42$ million", N, Y),
-    ("42", "Answer: $42$!", N, Y),
+    ("42", "Answer: $42$!", Y, Y),
     ("42", "Answer: not $42$", N, Y),
     ("0.42", "Answer: $42$ percent", Y, N),
     ("42", "Answer: The cost is $42$.", Y, Y),
@@ -268,4 +268,26 @@ JUDGED = [
     ("42", r"Answer: \text{42 or 43}", N, N),
     ("42", "Answer: 4" + "2" * 2000, N, N),
     ("42", "Answer: " + "(" * 300 + "42" + ")" * 300, N, N),
+]  # fmt: skip
+
+# Each is 42 for a person: words after a number, and words around a formula.
+FORTY_TWO = [
+    "42 years old", "42 years ago", "42 hot dogs", "42 new books", "42 red balls", "42 ice creams", "42 cups of tea",
+    "42 in a row", "42 hours a day", "42 an hour", "42 a week", "42 a day", "42 on Monday", "42 of us",
+    "42 two-digit numbers", "42 kid", "42 hats", "42 key", "42 kph", "42 rpm", "42 mol", "42 pts", "42 tsp", "42 pt",
+    "42 GB", "42 dB", "42 kWh", "42 ha", "42 cu ft", "42 GBP", "42 yen", "42 Rs", "42 p.m.", "42 a.m.", "42 pm",
+    "42km/h", "42 mph", "42kg", "42 cm^2", "42 m/s", "42nd", "42 degrees C", "42 fifth graders", "42 wrong answers",
+    "The least value is $42$", "The most he can win is $42$.", "Therefore, Tom is not late; he has $42$ minutes left",
+    "half is $42$", "$42$, or forty-two", "$42$ squared units", "the cost is $42$ for one or more tickets", "≈ $42$",
+    "=> $42$", "-> $42$", "- $42$", "- **$42$**", "$42$ - the total", "$42$/hour", r"$42$\,cm", "$42$!",
+]  # fmt: skip
+# (reference, answer) of one value, and of two.
+EQUAL = [
+    (r"2\sqrt{3}", r"2\sqrt{3} m"), (r"10\pi", r"10\pi m"), (r"2\sqrt{3}", r"2\sqrt{3} s"),
+    ("-42", "negative forty-two, i.e. $-42$"), ("18 years old", "18"), ("10 rpm", "10"), ("100 g of tea", "100"),
+]  # fmt: skip
+DIFFERENT = [
+    ("5", "$5$ trillion"), ("5", "$5$ thirds"), ("5", "sqrt $5$"), ("5", "$5$ plus x"), ("42", "$42$ at most"),
+    ("2", "2mn"), ("2", "2x hours"), ("3", "3a"), ("7", "7 tenths"), ("7", "7 divided by x"), ("42", "> $42$"),
+    ("42", "less than $42$"),
 ]  # fmt: skip

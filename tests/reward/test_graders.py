@@ -5,7 +5,7 @@ import textwrap
 import time
 
 import pytest
-from judged_answers import JUDGED
+from judged_answers import DIFFERENT, EQUAL, FORTY_TWO, JUDGED
 
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.data import RewardConfig
@@ -98,6 +98,16 @@ def test_the_published_window_is_300_characters():
 )  # fmt: skip
 def test_exact_compares_the_text(reference, response, right):
     assert grade("exact", reference, response).correct is right
+
+
+@pytest.mark.parametrize(("reference", "answer"), [("42", answer) for answer in FORTY_TWO] + EQUAL)
+def test_words_beside_a_number_are_units(reference, answer):
+    assert grade("math", reference, f"Answer: {answer}").correct is True
+
+
+@pytest.mark.parametrize(("reference", "answer"), DIFFERENT)
+def test_variables_and_words_that_change_a_number_are_not(reference, answer):
+    assert grade("math", reference, f"Answer: {answer}").correct is False
 
 
 @pytest.mark.parametrize("name", ["math", "exact"])
