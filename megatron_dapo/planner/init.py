@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import ConfigError, check_config, parse_config
+from megatron_dapo.config import Config, ConfigError, check_config, parse_config
 from megatron_dapo.config.base import dump_yaml
 from megatron_dapo.config.importing import nested
 from megatron_dapo.config.load import apply_overrides
@@ -66,14 +66,14 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
     """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
     recipe = {"policy.model": model, "data.path": data, **(SMALL if gpus < LARGE else {})}
     recipe |= _machine_settings(gpus)
-    config = parse_config(apply_overrides(nested(recipe), settings))
+    config = _config(recipe, settings)
     shape = model_shape(config.policy.model)
     room = shape.max_positions - config.rollout.max_prompt_tokens
     lengths = [length for length in SHORTER if length <= room] or SHORTER[-1:]
     for longest in lengths if gpus < LARGE else (None,):
         if longest is not None:
             recipe |= {"rollout.max_response_tokens": longest, "algorithm.overlong.cache_length": longest // 4}
-        config = parse_config(apply_overrides(nested(recipe), settings))
+        config = _config(recipe, settings)
         if not gpus:
             check_config(config, shape=shape)
             return recipe, None
@@ -83,12 +83,16 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
             recipe |= plan.chosen.changes(config)
             if plan.chosen.engine is not None and gpus <= GPUS_PER_NODE:
                 recipe["rollout.servers.count"] = gpus // plan.chosen.engine.tensor_parallel
-            check_config(parse_config(apply_overrides(nested(recipe), settings)), shape=shape)
+            check_config(_config(recipe, settings), shape=shape)
             return recipe, plan
     raise ConfigError(
         f"{model} does not fit on {_machine(gpus, gpu)}: {'; '.join(plan.problems)}. Use more GPUs, a smaller "
         "model, or LoRA (policy.lora, docs/lora.md)"
     )
+
+
+def _config(recipe: dict[str, Any], settings: list[str]) -> Config:
+    return parse_config(apply_overrides(nested(recipe), settings))
 
 
 def _machine_settings(gpus: int) -> dict[str, Any]:

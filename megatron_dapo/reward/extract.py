@@ -54,7 +54,7 @@ def final_answer(response: str) -> str | None:
 def reference_answer(answer: str) -> str:
     """A data set's answer, cleaned; of a solution with a box, what is in the box. Cached for a prompt's samples."""
     text = _visible(answer)
-    box = _last_boxes(text) if "box" in text else None
+    box = _last_boxes(text)
     return clean(text if box is None else box[1])
 
 

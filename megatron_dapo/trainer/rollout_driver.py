@@ -147,6 +147,11 @@ class BatchQueue:
         self._complete = {batch.step: batch for batch in map(StepBatch.from_state, state)}
         self._next = next_step
 
+    def remove_staler(self, limit: int) -> list[StepBatch]:
+        """Returns the batches with tokens that are more than `limit` versions old. They are collected again."""
+        stale = [batch for batch in self._complete.values() if batch.metrics["rollout/staleness_max"] > limit]
+        return [self._complete.pop(batch.step) for batch in stale]
+
 
 class RolloutDriver:
     def __init__(self, config: Config, observer: Observer | None = None, data: RunData | None = None) -> None:
@@ -404,27 +409,18 @@ class RolloutDriver:
 
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""
-        rollouts = state["rollouts"]
+        rollouts, limit = state["rollouts"], self.config.rollout.max_staleness
         self.queue.restore(state["batches"], next_step)
         self.cursor.load_state_dict(rollouts["cursor"])
         self._check_group_size(rollouts)
-        self.sampler.restore(rollouts["sampler"])
-        if rollouts.get("max_staleness", 0) > self.config.rollout.max_staleness:
-            self._drop_stale(state)
-        self._counted = {name: -value for name, value in rollouts["reward"].items()}
-
-    def _drop_stale(self, state: dict[str, Any]) -> None:
-        """What a `rollout.max_staleness` that was lowered does not admit any more is generated again. The groups of an
-        interrupted step are carried over to it, which drops those that are too stale."""
-        limit = self.config.rollout.max_staleness
-        self.sampler.restore(state["rollouts"]["sampler"] | {"interrupted": None})
-        batches = map(StepBatch.from_state, state["batches"])
-        stale = [batch for batch in batches if batch.metrics["rollout/staleness_max"] > limit]
-        for batch in stale:
-            self.queue.remove(batch.step)
-            self.sampler.put_back(batch)
-        if stale:
+        lowered = rollouts.get("max_staleness", 0) > limit  # what is staler now is generated again
+        # The groups of an interrupted step are then carried over to it, which drops those that are too stale.
+        self.sampler.restore(rollouts["sampler"] | ({"interrupted": None} if lowered else {}))
+        if lowered and (stale := self.queue.remove_staler(limit)):
+            for batch in stale:
+                self.sampler.put_back(batch)
             self._observer.warn(f"rollout.max_staleness was lowered to {limit}; batches generated again: {len(stale)}")
+        self._counted = {name: -value for name, value in rollouts["reward"].items()}
 
     def _check_group_size(self, state: dict[str, Any]) -> None:
         ours, saved = self.config.rollout.samples_per_prompt, state["samples_per_prompt"]
