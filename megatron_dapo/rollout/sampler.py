@@ -92,6 +92,7 @@ class Sampler:
         self.on_decided = on_decided
         self.reports = 0  # how often there was progress: rollouts that were graded, groups that were decided
         self.function = function
+        self.unchanged_to = 0  # all versions up to this one have the same weights
         self._carry_over = CarryOver()
         self._collecting = False
 
@@ -117,10 +118,10 @@ class Sampler:
         """JSON values and numpy arrays. Call between two `collect`s."""
         if self._collecting:
             raise RuntimeError("state() was called while a batch is being collected: cancel it or wait for it first")
-        return self._carry_over.to_state()
+        return self._carry_over.to_state() | {"unchanged_to": self.unchanged_to}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._carry_over = CarryOver.from_state(state)
+        self._carry_over, self.unchanged_to = CarryOver.from_state(state), state.get("unchanged_to", 0)
 
 
 class StepCollector:
@@ -162,7 +163,7 @@ class StepCollector:
         """If the engine is as far behind the trainer as it may be, a group of this step is too stale for the next."""
         config, engine = self._sampler.config, self._sampler.engine
         options = config.sampler.model_copy(update={"max_carryover_staleness": config.staleness_limit})
-        behind = self._trained_version - engine.weight_version
+        behind = self._age(engine.weight_version)
         return FillPolicy(options, self._needed, engine.max_running, can_carry_over=behind < config.staleness_limit)
 
     async def collect(self) -> StepBatch:
@@ -279,11 +280,12 @@ class StepCollector:
         return self._policy.must_finish_now(self._staleness(pending))
 
     def _staleness(self, pending: PendingGroup) -> int:
-        return self._trained_version - pending.oldest_version
+        return self._age(pending.oldest_version)
 
-    @property
-    def _trained_version(self) -> int:
-        return trained_version(self._sampler.config, self._step, self._sampler.engine.weight_version)
+    def _age(self, version: int) -> int:
+        """In weight versions, of a token of this one."""
+        trained = trained_version(self._sampler.config, self._step, self._sampler.engine.weight_version)
+        return max(0, trained - max(version, self._sampler.unchanged_to))
 
     def _note_ended(self, ended: list[Ended]) -> None:
         for pending, error in ended:
@@ -402,7 +404,7 @@ class StepCollector:
         self._accounting.train(groups)
         self._accounting.check()
         metrics = self._accounting.metrics(groups, self._clock() - self._began)
-        metrics |= staleness_metrics(groups, self._trained_version)
+        metrics |= staleness_metrics(groups, self._age)
         check_staleness(metrics, self._sampler.config, self._step)
         self._note_occupancy()
         metrics |= self._events.occupancy.metrics() | {"rollout/expected_yield": self._yield.value}
