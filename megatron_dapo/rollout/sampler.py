@@ -27,15 +27,7 @@ from megatron_dapo.algorithm.filtering import EarlyRejection, GroupFilter, give_
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import ForeignWeightsError, Generator, derive_seed
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.rollout.accounting import (
-    EARLY,
-    STALE,
-    SURPLUS,
-    UNFINISHED,
-    GroupEvents,
-    OnRequest,
-    StepAccounting,
-)
+from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, GroupEvents, OnRequest, StepAccounting
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.fill_policy import FillPolicy, check_staleness, staleness_metrics, trained_version
 from megatron_dapo.rollout.group_runner import ABORT_TIMEOUT, Ended, Grader, GroupRunner, RunningGroups
