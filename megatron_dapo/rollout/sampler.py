@@ -29,7 +29,7 @@ from megatron_dapo.engines.protocol import ForeignWeightsError, Generator, deriv
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, GroupEvents, OnRequest, StepAccounting
 from megatron_dapo.rollout.agents.functions import RolloutFunction
-from megatron_dapo.rollout.fill_policy import FillPolicy, check_staleness, staleness_metrics, trained_version
+from megatron_dapo.rollout.fill_policy import FillPolicy, age, check_staleness, staleness_metrics, trained_version
 from megatron_dapo.rollout.group_runner import ABORT_TIMEOUT, Ended, Grader, GroupRunner, RunningGroups
 from megatron_dapo.rollout.pending_group import (
     UNDECIDED,
@@ -155,7 +155,7 @@ class StepCollector:
         """If the engine is as far behind the trainer as it may be, a group of this step is too stale for the next."""
         config, engine = self._sampler.config, self._sampler.engine
         options = config.sampler.model_copy(update={"max_carryover_staleness": config.staleness_limit})
-        behind = self._age(engine.weight_version)
+        behind = age(engine.weight_version, self._trained_version, self._sampler.unchanged_to)
         return FillPolicy(options, self._needed, engine.max_running, can_carry_over=behind < config.staleness_limit)
 
     async def collect(self) -> StepBatch:
@@ -272,12 +272,11 @@ class StepCollector:
         return self._policy.must_finish_now(self._staleness(pending))
 
     def _staleness(self, pending: PendingGroup) -> int:
-        return self._age(pending.oldest_version)
+        return age(pending.oldest_version, self._trained_version, self._sampler.unchanged_to)
 
-    def _age(self, version: int) -> int:
-        """In weight versions, of a token of this one."""
-        trained = trained_version(self._sampler.config, self._step, self._sampler.engine.weight_version)
-        return max(0, trained - max(version, self._sampler.unchanged_to))
+    @property
+    def _trained_version(self) -> int:
+        return trained_version(self._sampler.config, self._step, self._sampler.engine.weight_version)
 
     def _note_ended(self, ended: list[Ended]) -> None:
         for pending, error in ended:
@@ -396,7 +395,7 @@ class StepCollector:
         self._accounting.train(groups)
         self._accounting.check()
         metrics = self._accounting.metrics(groups, self._clock() - self._began)
-        metrics |= staleness_metrics(groups, self._age)
+        metrics |= staleness_metrics(groups, self._trained_version, self._sampler.unchanged_to)
         check_staleness(metrics, self._sampler.config, self._step)
         self._note_occupancy()
         metrics |= self._events.occupancy.metrics() | {"rollout/expected_yield": self._yield.value}

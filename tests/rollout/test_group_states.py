@@ -126,7 +126,7 @@ def test_a_response_without_tokens_has_no_version():
     """It is not as old as the weights that the run began with."""
     mixed, empty = graded(True, False), graded(True)
     mixed.samples[0].weight_spans = [WeightSpan(6, 0, 3)]
-    found = staleness_metrics([mixed, empty], lambda version: 7 - version)
+    found = staleness_metrics([mixed, empty], version=7)
     assert found == {"rollout/staleness": 1, "rollout/staleness_max": 1, "rollout/staleness_tokens": 1}
 
 
@@ -143,7 +143,7 @@ def test_a_group_is_as_old_as_its_oldest_token():
     other.group.samples[0].weight_spans = [WeightSpan(6, 0, 2)]
     del other.group.samples[1]
     assert first.oldest_version == one.oldest_version == one.group.oldest_version == 2
-    found = staleness_metrics([one.group, other.group], lambda version: 6 - version)
+    found = staleness_metrics([one.group, other.group], 6)
     assert found["rollout/staleness"] == (4 + 0) / 2 and found["rollout/staleness_max"] == 4
     assert found["rollout/staleness_tokens"] == pytest.approx((4 * 1 + 1 * 2 + 2 * 1 + 0 * 2) / 6)
     config = RolloutConfig(max_staleness=4)
