@@ -171,6 +171,8 @@ def _named(function: Function, folder: Path) -> str:
     module = sys.modules.get(function.__module__)
     if function.__module__ != "__main__" and getattr(module, function.__name__, None) is function:
         return f"python:{function.__module__}.{function.__name__}"
+    if os.pathsep in str(folder):
+        raise UserError(f"{folder}: Python finds no modules in directories with {os.pathsep!r}; rename it")
     known: dict[str, str] = {}
     _copy_source(function, known)
     lines = [f'"""Written by megatron_dapo.train: {function.__name__} and what it uses."""', *known.values()]

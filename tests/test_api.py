@@ -61,6 +61,14 @@ def test_functions_of_modules_are_named_and_lambdas_refused(tmp_path):
             _named(function, tmp_path)
 
 
+def test_a_function_is_not_copied_where_python_cannot_find_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(helper, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "helper", helper, raising=False)
+    with pytest.raises(UserError, match="12:30: Python finds no modules in directories with ':'"):
+        _named(helper, tmp_path / "12:30")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_mistake_leaves_no_directory(tmp_path):
     missing, folder = tmp_path / "missing.yaml", tmp_path / "run"
     for settings, message in (({"config": missing}, "missing.yaml"), ({"reward": lambda: True}, "global names")):
