@@ -1,6 +1,7 @@
 """`megatron-dapo` and `python -m megatron_dapo`: the command line. Ctrl-C while it is imported ends in one line."""
 
 import os
+import select
 import signal
 import sys
 from types import FrameType
@@ -11,7 +12,17 @@ def main() -> int:
     from megatron_dapo.cli import main as run_command
 
     signal.signal(signal.SIGINT, before)
-    return run_command()
+    try:
+        code = run_command()
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(1, 0)
+        if not output.poll(0):  # it was another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at exit
+        return 128 + signal.SIGPIPE  # `head` has read enough
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -110,9 +110,7 @@ def train(
         "reward.grader": reward, "algorithm.objective": objective, "rollout.generate": rollout,
         "rollout.group_filter": group_filter,
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    given |= {key: _named(function, folder) for key, function in plugins.items() if function is not None}
-    file = _write(config, given | settings, folder)
+    file = _write(config, given | settings, plugins, folder)
     _command("train", str(file), *(["--dry-run"] if dry_run else []), folder=folder)
     return read_run(folder) if not dry_run else TrainedRun(folder, load_run(folder, folder.name, running=True))
 
@@ -130,12 +128,10 @@ def evaluate(
     """Generates `samples` responses to every problem of `data` and grades them: avg@k, pass@k and maj@k, as in
     `out`/results.json. The arguments are those of `train`."""
     folder = Path(out).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     given: dict[str, Any] = {"evaluate.data.path": str(data), "policy.model": str(model), "evaluate.samples": samples}
     given["evaluate.data.sources"] = []  # of the file
-    if reward is not None:
-        given["reward.grader"] = _named(reward, folder)
-    _command("eval", str(_write(config, given | settings, folder)), "--out", str(folder), folder=folder)
+    file = _write(config, given | settings, {"reward.grader": reward}, folder)
+    _command("eval", str(file), "--out", str(folder), folder=folder)
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return found
 
@@ -155,9 +151,13 @@ def convert(source: str | Path, destination: str | Path, **options: Any) -> Path
 # ---- settings and functions ----
 
 
-def _write(config: str | Path | None, settings: Mapping[str, Any], folder: Path) -> Path:
+def _write(
+    config: str | Path | None, settings: dict[str, Any], functions: Mapping[str, Function | None], folder: Path
+) -> Path:
     sections = load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
-    apply_overrides(sections, as_settings({key.replace("__", "."): value for key, value in settings.items()}))
+    given = {key: _named(function, folder) for key, function in functions.items() if function is not None} | settings
+    apply_overrides(sections, as_settings({key.replace("__", "."): value for key, value in given.items()}))
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "from_python.yaml"
     file.write_text(dump_yaml(sections))
     load_config(file)  # a mistake is found here
@@ -171,10 +171,13 @@ def _named(function: Function, folder: Path) -> str:
     module = sys.modules.get(function.__module__)
     if function.__module__ != "__main__" and getattr(module, function.__name__, None) is function:
         return f"python:{function.__module__}.{function.__name__}"
+    if os.pathsep in str(folder):
+        raise UserError(f"{folder}: Python finds no modules in directories with {os.pathsep!r}; rename it")
     known: dict[str, str] = {}
     _copy_source(function, known)
     lines = [f'"""Written by megatron_dapo.train: {function.__name__} and what it uses."""', *known.values()]
     name = f"{FUNCTIONS}_{function.__name__}"
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text("\n\n\n".join(lines) + "\n")
     return f"python:{name}.{function.__name__}"
 

@@ -69,11 +69,7 @@ def at_least(least: float, kind: type[Any] = int) -> Callable[[str], Any]:
 
 
 def add_command(
-    sub: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    epilog: str = "",
+    sub: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
     """A sub-command whose --help starts with its purpose and ends with examples."""
     parser = sub.add_parser(

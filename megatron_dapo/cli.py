@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import runpy
 import shutil
 import sys
@@ -715,6 +716,8 @@ def _add_doctor(sub: Commands) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         quiet_libraries()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding of a terminal may not have all characters
+            sys.stdout.reconfigure(errors="backslashreplace")
         words = sys.argv[1:] if argv is None else argv
         if not words:
             build_parser().print_help(sys.stderr)

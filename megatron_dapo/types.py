@@ -304,10 +304,7 @@ class Group:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Group:
-        return cls(
-            prompt=Prompt.from_state(state["prompt"]),
-            samples=[Sample.from_state(s) for s in state["samples"]],
-        )
+        return cls(prompt=Prompt.from_state(state["prompt"]), samples=[Sample.from_state(s) for s in state["samples"]])
 
 
 @dataclass(slots=True)

@@ -61,6 +61,24 @@ def test_functions_of_modules_are_named_and_lambdas_refused(tmp_path):
             _named(function, tmp_path)
 
 
+def test_a_function_is_not_copied_where_python_cannot_find_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(helper, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "helper", helper, raising=False)
+    with pytest.raises(UserError, match="12:30: Python finds no modules in directories with ':'"):
+        _named(helper, tmp_path / "12:30")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_mistake_leaves_no_directory(tmp_path):
+    missing, folder = tmp_path / "missing.yaml", tmp_path / "run"
+    for settings, message in (({"config": missing}, "missing.yaml"), ({"reward": lambda: True}, "global names")):
+        with pytest.raises(UserError, match=message):
+            md.train("model", "prompts.jsonl", run_dir=folder, **settings)
+        with pytest.raises(UserError, match=message):
+            md.evaluate("model", "prompts.jsonl", out=folder, **settings)
+        assert not folder.exists()
+
+
 def test_frames_have_a_row_for_each_step(tmp_path):
     lines = [{"step": step, "kind": "step", "metrics": {"reward/mean": step / 10}} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -2,12 +2,15 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from published_models import published
+from tiny_run import environment
 
 from megatron_dapo.arguments import set_log_level, with_set
 from megatron_dapo.cli import main
@@ -38,6 +41,26 @@ def test_without_a_command_all_commands_are_listed(capsys):
     assert main([]) == 2
     said = capsys.readouterr().err
     assert all(f"    {name}" in said for name in ("quickstart", "train", "watch", "doctor"))
+
+
+def test_a_terminal_without_unicode_gets_escapes():
+    """As with LANG=en_US, whose encoding is Latin-1: it has no arrow."""
+    command = [sys.executable, "-m", "megatron_dapo", "config", "diff", "examples/quickstart/config.yaml"]
+    done = subprocess.run(command, env=environment() | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, timeout=60)
+    assert done.returncode == 0 and rb"trainer.steps: 330 \u2192" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_reader_that_ends_early_is_no_error(buffered):
+    """As `megatron-dapo config diff FILE | head -1`."""
+    command = [sys.executable, "-m", "megatron_dapo", "config", "diff", "examples/quickstart/config.yaml"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command, env=environment() | {"PYTHONUNBUFFERED": buffered}, stdout=write, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_keys_of_verl_are_answered_with_ours():

@@ -465,10 +465,7 @@ def _without_driver_only(state: Any) -> Any:
 
 def _layout(policy: Policy) -> dict[str, Any]:
     options = policy.config.policy
-    return {
-        "world_size": policy.runtime.world_size,
-        "distributed_optimizer": options.distributed_optimizer,
-    }
+    return {"world_size": policy.runtime.world_size, "distributed_optimizer": options.distributed_optimizer}
 
 
 def _check_layout(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:

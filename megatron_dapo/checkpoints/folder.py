@@ -365,7 +365,10 @@ def best_metric(metrics: Mapping[str, float], config: CheckpointConfig, default:
 
 
 SETTINGS = "resume.json"
-VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+TOKENIZER = {  # in the model's folder
+    "vocabulary": ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    "template": ("tokenizer_config.json", "chat_template.jinja"),
+}
 FIXED = {
     "trainer.seed": "the order of the prompts and the seeds of the samples follow from it",
     "policy.precision": "the optimizer state is saved for it",
@@ -378,7 +381,7 @@ def record_settings(run_dir: Path, config: Config, shape: ModelShape) -> None:
     """Writes config.yaml, for readers, and resume.json."""
     settings = config.model_dump(mode="json")
     write_atomically(run_dir / "config.yaml", dump_yaml(settings))
-    content = {"config": settings, "model": _plain(shape), "vocabulary": _vocabulary(config.policy.model)}
+    content = {"config": settings, "model": _plain(shape)} | _tokenizer(config.policy.model)
     write_atomically(run_dir / SETTINGS, json.dumps(content))
 
 
@@ -411,13 +414,17 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
         for name, old, new in differences(before, _plain(now))
         if name.partition(".")[0] in before  # not a field that is newer than the run
     ]
-    if saved["vocabulary"] != _vocabulary(config.policy.model):
+    tokenizer = _tokenizer(config.policy.model)
+    if saved["vocabulary"] != tokenizer["vocabulary"]:
         refused.append(f"the tokenizer in {config.policy.model} is not that of the run in {run_dir}")
     if config.uses_critic and not critics:
         refused.append(f"the checkpoints in {run_dir} have no critic, which algorithm.advantage: gae needs")
     if refused:
         raise ConfigError(f"cannot resume: {'; '.join(refused)}. Use the saved setting, or another trainer.run_dir")
-    return [f"{key}: {old!r} → {new!r}" for key, old, new in changed]
+    lines = [f"{key}: {old!r} → {new!r}" for key, old, new in changed]
+    if saved.get("template", tokenizer["template"]) != tokenizer["template"]:  # older runs have not recorded it
+        lines.append(f"the chat template or another setting of the tokenizer in {config.policy.model}")
+    return lines
 
 
 def _plain(shape: ModelShape) -> Any:
@@ -426,11 +433,8 @@ def _plain(shape: ModelShape) -> Any:
     return json.loads(json.dumps({item.name: found[item.name] for item in fields(shape) if item.init}))
 
 
-def _vocabulary(model: str) -> str:
-    """A hash of the files that say which token has which number."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in VOCABULARY:
-        path = Path(model) / name
-        if path.exists():
-            digest.update(name.encode() + path.read_bytes())
-    return digest.hexdigest()
+def _tokenizer(model: str) -> dict[str, str]:
+    """Hashes of its files: which token has which number, and how messages become text."""
+    files = {kind: [Path(model) / name for name in names] for kind, names in TOKENIZER.items()}
+    texts = {kind: [path.name.encode() + path.read_bytes() for path in files[kind] if path.exists()] for kind in files}
+    return {kind: hashlib.blake2b(b"".join(text), digest_size=16).hexdigest() for kind, text in texts.items()}

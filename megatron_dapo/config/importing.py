@@ -349,19 +349,16 @@ def recompute_layers(value: Any, found: Imported, row: Row, key: str) -> Any:
 
 @unit
 def layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
-    kinds = {
-        "p": "policy.pipeline_parallel",
-        "t": row.to,
-        "c": "policy.context_parallel",
-        "e": "policy.expert_parallel",
-    }
-    sizes = re.findall(r"([a-z])(\d+)", str(value).partition(":")[2])
-    return {kinds[letter]: int(size) for letter, size in sizes if letter in kinds}
+    others = {"p": "policy.pipeline_parallel", "c": "policy.context_parallel", "e": "policy.expert_parallel"}
+    return _sizes(value, {"t": row.to} | others)
 
 
 @unit
 def server_layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
-    kinds = {"d": row.to, "t": "rollout.servers.tensor_parallel"}
+    return _sizes(value, {"d": row.to, "t": "rollout.servers.tensor_parallel"})
+
+
+def _sizes(value: Any, kinds: dict[str, str]) -> dict[str, int]:
     sizes = re.findall(r"([a-z])(\d+)", str(value).partition(":")[2])
     return {kinds[letter]: int(size) for letter, size in sizes if letter in kinds}
 

@@ -122,12 +122,15 @@ class MetricsFile:
         self._file.close()
 
 
-def read_records(path: Path) -> list[Record]:
-    """Of all complete lines. A line that is no record, because the file was edited or damaged, is skipped."""
+def read_records(path: Path, warnings: list[str] | None = None) -> list[Record]:
+    """Of all complete lines. A line that is no record, because the file was edited or damaged, is skipped; a message
+    that says so is logged once and added to `warnings`."""
     records, damaged = parse_records(path)
     if damaged:
         lines = ", ".join(map(str, damaged))
-        warn_once(f"{path}: skipped line {lines}: not a record. The next start moves them to {path.name}.damaged")
+        text = f"{path}: skipped line {lines}: not a record. The next start moves them to {path.name}.damaged"
+        warn_once(text)
+        (warnings if warnings is not None else []).append(text)
     return records
 
 

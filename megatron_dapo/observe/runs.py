@@ -47,7 +47,7 @@ class Run:
     config: dict[str, str]  # dotted key to text
     samples: Path  # the folder; its files are large and are read when they are shown
     findings: list[Finding]
-    warnings: list[str]  # logs/warnings.log
+    warnings: list[str]  # logs/warnings.log, and what could not be read
     starts: list[dict[str, Any]] = field(default_factory=list)  # environment.json
     timeline: dict[str, Any] | None = None  # of the newest step that has one
     last_change: str = ""  # when metrics.jsonl was last written
@@ -85,7 +85,8 @@ def load_run(directory: Path, name: str, *, running: bool = False, metrics: bool
         raise ReportError(f"{directory}: no such directory")
     if not file.exists() and not running:
         raise ReportError(f"{directory}: not a run directory, it has no metrics.jsonl")
-    records = read_records(file) if file.exists() and metrics else []
+    warnings = read_warnings(directory)[-WARNINGS_SHOWN:]
+    records = read_records(file, warnings) if file.exists() and metrics else []
     steps = [_with_derived(record) for record in records if record.kind == STEP]
     evaluations = [record for record in records if record.kind == EVAL]
     if not steps and not evaluations and not running:
@@ -98,7 +99,7 @@ def load_run(directory: Path, name: str, *, running: bool = False, metrics: bool
         config=_config(directory / "config.yaml"),
         samples=directory / "samples",
         findings=[finding for record in steps for finding in watch.observe(record.step, record.metrics)],
-        warnings=read_warnings(directory)[-WARNINGS_SHOWN:],
+        warnings=warnings,
         starts=read_environment(directory),
         timeline=timeline.read_newest(directory),
         last_change=_local_time(file.stat().st_mtime) if records else "",

@@ -22,6 +22,7 @@ _NUMBER = re.compile(rf"(?:\\?[$€£]\s?)?({_PLAIN})")
 _RATIO = re.compile(
     r"([+-]?)\s?(?:(\d+)\s+(?=\d))?(?:(\d+)\s?/\s?(\d+)|\\[dtc]?frac\s?(?:\{\s?([+-]?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d)))"
 )
+_REPEATING = re.compile(r"([+-]?\d*\.\d*)\\(?:overline|bar|dot)\s?\{\s?(\d+)\s?\}")
 _MIXED = re.compile(r"\d\s+\d+\s?/\s?\d")
 _UNIT = re.compile(
     rf"({_PLAIN})(?:\s*\\?%)?(?:\s*\\(?:text|mathrm|mbox|textbf|operatorname)\s?\{{\s?[A-Za-z][A-Za-z\s./-]*\}}|"
@@ -112,6 +113,10 @@ def number(text: str) -> Fraction | None:
         plain = unit if unit and "%" not in text and _is_unit(unit[2] or "") and not _NOT_UNITS.search(text) else None
     if plain is not None:
         return Fraction(re.sub(r"[^\d.+-]", "", plain[1].replace("\\!", "")).removesuffix("."))
+    repeating = _REPEATING.fullmatch(text)
+    if repeating is not None:
+        head = Fraction(repeating[1] + "0")
+        return head + (Fraction(repeating[1] + repeating[2]) - head) / (1 - Fraction(1, 10 ** len(repeating[2])))
     ratio = _RATIO.fullmatch(text)
     if ratio is None:
         return None
@@ -122,9 +127,9 @@ def number(text: str) -> Fraction | None:
 
 
 def _is_unit(text: str) -> bool:
-    """Letters after a number, with the space before them, are words."""
+    """Letters after a number, with the space before them, are words. Without a space `abcd` is a product."""
     words = re.findall(r"\s?(?:[AaPp]\.[Mm]|[A-Za-z]+)", text)
-    long = [word for word in words if len(word.strip()) > 3]
+    long = [word for word in words if len(word.strip()) > 3 and (word[0].isspace() or [*word] != sorted({*word}))]
     return bool(long and text[0].isspace()) or all(word in long or _SHORT_UNITS.fullmatch(word) for word in words)
 
 

@@ -105,12 +105,18 @@ def trained_version(config: RolloutConfig, step: int, served: int) -> int:
     return step if config.max_staleness else served
 
 
-def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+def age(version: int, trained: int, unchanged_to: int) -> int:
+    """Of a token of `version`. All versions up to `unchanged_to` have the same weights."""
+    return max(0, trained - max(version, unchanged_to))
+
+
+def staleness_metrics(groups: Sequence[Group], version: int, unchanged_to: int = 0) -> dict[str, float]:
     """Of groups trained at `version`: of each group's oldest token (mean, max), and of all tokens (mean)."""
     spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
-    oldest = [version - group.oldest_version for group in groups if any(s.weight_spans for s in group.samples)]
+    groups = [group for group in groups if any(sample.weight_spans for sample in group.samples)]
+    oldest = [age(group.oldest_version, version, unchanged_to) for group in groups]
     tokens = sum(span.end - span.start for span in spans)
-    behind = sum((version - span.version) * (span.end - span.start) for span in spans)
+    behind = sum(age(span.version, version, unchanged_to) * (span.end - span.start) for span in spans)
     return {
         "rollout/staleness": sum(oldest) / max(1, len(oldest)),
         "rollout/staleness_max": float(max(oldest, default=0)),

@@ -27,17 +27,9 @@ from megatron_dapo.algorithm.filtering import EarlyRejection, GroupFilter, give_
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import ForeignWeightsError, Generator, derive_seed
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.rollout.accounting import (
-    EARLY,
-    STALE,
-    SURPLUS,
-    UNFINISHED,
-    GroupEvents,
-    OnRequest,
-    StepAccounting,
-)
+from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, GroupEvents, OnRequest, StepAccounting
 from megatron_dapo.rollout.agents.functions import RolloutFunction
-from megatron_dapo.rollout.fill_policy import FillPolicy, check_staleness, staleness_metrics, trained_version
+from megatron_dapo.rollout.fill_policy import FillPolicy, age, check_staleness, staleness_metrics, trained_version
 from megatron_dapo.rollout.group_runner import ABORT_TIMEOUT, Ended, Grader, GroupRunner, RunningGroups
 from megatron_dapo.rollout.pending_group import (
     UNDECIDED,
@@ -92,6 +84,7 @@ class Sampler:
         self.on_decided = on_decided
         self.reports = 0  # how often there was progress: rollouts that were graded, groups that were decided
         self.function = function
+        self.unchanged_to = 0  # all versions up to this one have the same weights
         self._carry_over = CarryOver()
         self._collecting = False
 
@@ -117,10 +110,10 @@ class Sampler:
         """JSON values and numpy arrays. Call between two `collect`s."""
         if self._collecting:
             raise RuntimeError("state() was called while a batch is being collected: cancel it or wait for it first")
-        return self._carry_over.to_state()
+        return self._carry_over.to_state() | {"unchanged_to": self.unchanged_to}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._carry_over = CarryOver.from_state(state)
+        self._carry_over, self.unchanged_to = CarryOver.from_state(state), state.get("unchanged_to", 0)
 
 
 class StepCollector:
@@ -162,7 +155,7 @@ class StepCollector:
         """If the engine is as far behind the trainer as it may be, a group of this step is too stale for the next."""
         config, engine = self._sampler.config, self._sampler.engine
         options = config.sampler.model_copy(update={"max_carryover_staleness": config.staleness_limit})
-        behind = self._trained_version - engine.weight_version
+        behind = age(engine.weight_version, self._trained_version, self._sampler.unchanged_to)
         return FillPolicy(options, self._needed, engine.max_running, can_carry_over=behind < config.staleness_limit)
 
     async def collect(self) -> StepBatch:
@@ -279,7 +272,7 @@ class StepCollector:
         return self._policy.must_finish_now(self._staleness(pending))
 
     def _staleness(self, pending: PendingGroup) -> int:
-        return self._trained_version - pending.oldest_version
+        return age(pending.oldest_version, self._trained_version, self._sampler.unchanged_to)
 
     @property
     def _trained_version(self) -> int:
@@ -402,7 +395,7 @@ class StepCollector:
         self._accounting.train(groups)
         self._accounting.check()
         metrics = self._accounting.metrics(groups, self._clock() - self._began)
-        metrics |= staleness_metrics(groups, self._trained_version)
+        metrics |= staleness_metrics(groups, self._trained_version, self._sampler.unchanged_to)
         check_staleness(metrics, self._sampler.config, self._step)
         self._note_occupancy()
         metrics |= self._events.occupancy.metrics() | {"rollout/expected_yield": self._yield.value}

@@ -164,9 +164,10 @@ class RolloutDriver:
         self.cursor = data.mixture(config)
         self.problems = data.evaluation
         self._progress = 0
-        self._kept_for = 0  # a version that has the same weights as the engine's
         self.queue = BatchQueue(
-            self._collect, lambda: max(self.engine.weight_version, self._kept_for), config.rollout.max_staleness
+            self._collect,
+            lambda: max(self.engine.weight_version, self.sampler.unchanged_to),
+            config.rollout.max_staleness,
         )
         self._observer = observer or NullObserver()
         self._responses = ResponseGrader(config.reward, tokenizer)
@@ -373,7 +374,7 @@ class RolloutDriver:
 
     def keep_weights(self, version: int) -> None:
         """The engine's weights are those of `version` as well."""
-        self._kept_for = version
+        self.sampler.unchanged_to = version
         self._loop.call_soon_threadsafe(self.queue.notify)
 
     async def _serve_weights(self, version: int) -> WeightReport:

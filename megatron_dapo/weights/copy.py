@@ -194,12 +194,7 @@ def _clear(view: memoryview) -> None:
 
 
 # The bits of infinity. Larger ones, without the sign, are NaN.
-_INFINITY = {
-    "bfloat16": 0x7F80,
-    "float16": 0x7C00,
-    "float32": 0x7F80_0000,
-    "float64": 0x7FF0_0000_0000_0000,
-}
+_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
 
 
 def all_finite(data: memoryview, dtype: Dtype) -> bool:

@@ -64,10 +64,7 @@ def format_of(path: Path) -> Format | None:
 
 # Files of formats that are not read: a pattern, what it is, and what to do.
 _OTHER_FORMATS = (
-    (
-        METADATA,
-        "a PyTorch DCP checkpoint (torch_dcp or fsdp_dtensor); save it with --ckpt-format torch_dist",
-    ),
+    (METADATA, "a PyTorch DCP checkpoint (torch_dcp or fsdp_dtensor); save it with --ckpt-format torch_dist"),
     ("*.distcp", f"an incomplete torch_dist checkpoint (no {METADATA}): its save did not finish; use another one"),
     ("context/io.json", "a NeMo checkpoint; export it to HF format with NeMo"),
     ("*zero_pp_rank*", "a DeepSpeed checkpoint; use its zero_to_fp32.py"),

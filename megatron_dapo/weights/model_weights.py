@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from megatron_dapo.config.families.tensors import EMBEDDING, FINAL_NORM, OUTPUT, OUTPUT_BIAS, Split
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.formats.readers import HFReader, check_tied_head
-from megatron_dapo.weights.mapping import (
-    ParameterMapping,
-    WeightsError,
-    check_hf_names,
-    listed,
-    parameter_mappings,
-)
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, check_hf_names, listed, parameter_mappings
 from megatron_dapo.weights.names import to_canonical
 
 

@@ -53,6 +53,19 @@ def test_a_tokenizer_of_several_files_is_compared_as_a_whole(started, tmp_path):
         check_resume(parse_config(raw), shape)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_another_chat_template_is_listed_as_another_setting_is(started, tmp_path, name):
+    raw, shape = started
+    with (tmp_path / "model" / name).open("a") as file:
+        file.write(" ")
+    (line,) = check_resume(parse_config(raw), shape)
+    assert line == f"the chat template or another setting of the tokenizer in {tmp_path / 'model'}"
+    saved = json.loads((tmp_path / "run" / "resume.json").read_text())
+    del saved["template"]  # of an older version
+    (tmp_path / "run" / "resume.json").write_text(json.dumps(saved))
+    assert check_resume(parse_config(raw), shape) == []
+
+
 def test_the_seed_is_refused_with_its_reason(started):
     raw, shape = started
     raw["trainer"]["seed"] = 5

@@ -95,6 +95,7 @@ def test_data_is_sent_again_only_when_a_file_changed(tmp_path):
         (run / "metrics.jsonl").write_text("".join([*lines[:2], "not a record\n", *lines[2:]]))
         damaged = json.loads(ask(address, f"/data?version={third['version']}")[2])
         assert damaged["error"] is None and damaged["data"]["runs"][0]["steps"] == 5
+        assert "metrics.jsonl: skipped line" in damaged["data"]["runs"][0]["warnings"][-1]
         (run / "metrics.jsonl").unlink()
         (run / "metrics.jsonl").mkdir()
         broken = json.loads(ask(address, f"/data?version={third['version']}")[2])

@@ -227,6 +227,24 @@ def test_pretraining_stopped_between_two_updates(straight, tmp_path):
     assert_same_critic(tmp_path / "stopped", (straight[0], undisturbed))
 
 
+def test_pretraining_does_not_make_groups_stale(straight, tmp_path):
+    """Steps 1 to 3 train on surplus groups of step 0, also after a resume before step 2, and step 5 on those of step 4:
+    pre-training of four steps changes no weights."""
+    make = partial(
+        short, straight[0], trainer__steps=6, critic__pretraining={"steps": 4}, rollout__dynamic_sampling=False,
+        rollout__sampler={"oversampling": 4},
+    )  # fmt: skip
+    undisturbed, raw = tmp_path / "undisturbed", make(tmp_path / "killed")
+    assert run(make(undisturbed)) == 0
+    assert run(raw, at_point("loop/before_critic_update", 2 * 4 + 2)) == -signal.SIGKILL
+    assert run(raw) == 0
+    for run_dir in (undisturbed, tmp_path / "killed"):
+        found = steps_of(run_dir)
+        assert [step["rollout/groups_submitted"] for step in found] == [16, 0, 0, 0, 16, 0]
+        assert [step["rollout/staleness_max"] for step in found] == [0, 0, 0, 0, 0, 1]
+    assert_same_critic(tmp_path / "killed", (straight[0], undisturbed), 6)
+
+
 def test_a_checkpoint_without_critic_is_refused_and_stays(straight, tmp_path, capfd):
     raw = raw_config(straight[0], tmp_path, trainer__steps=1)
     assert run(raw) == 0

@@ -109,12 +109,7 @@ def from_run(directory: str, work: Workload) -> Workload:
     dropped = [metrics["rollout/length_dropped"] for metrics in recent if "rollout/length_dropped" in metrics]
     kept = min(1.0, max(0.01, fmean(yields))) if yields else work.kept
     mean = fmean(trained) if not dropped else kept * fmean(trained) + (1 - kept) * fmean(dropped)
-    return replace(
-        work,
-        kept=kept,
-        mean_response=max(1, min(work.max_response, round(mean))),
-        sigma=_sigma(run, work),
-    )
+    return replace(work, kept=kept, mean_response=max(1, min(work.max_response, round(mean))), sigma=_sigma(run, work))
 
 
 def _sigma(run: Run, work: Workload) -> float:

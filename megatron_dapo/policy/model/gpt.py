@@ -21,12 +21,7 @@ from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
 from megatron_dapo.policy.head.value import ValueHead
-from megatron_dapo.policy.megatron.options import (
-    check_hardware,
-    has_transformer_engine,
-    layers_for,
-    transformer_config,
-)
+from megatron_dapo.policy.megatron.options import check_hardware, has_transformer_engine, layers_for, transformer_config
 from megatron_dapo.policy.megatron.patches import fusion_without_apex, separate_expert_gradients
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gated_delta_net import use_gated_delta_net
