@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import accumulate
+from string import ascii_lowercase
 from typing import Any
 
 MAX_ANSWER_CHARS = 1000
@@ -129,7 +130,7 @@ def number(text: str) -> Fraction | None:
 def _is_unit(text: str) -> bool:
     """Letters after a number, with the space before them, are words. Without a space `abcd` is a product."""
     words = re.findall(r"\s?(?:[AaPp]\.[Mm]|[A-Za-z]+)", text)
-    long = [word for word in words if len(word.strip()) > 3 and (word[0].isspace() or [*word] != sorted({*word}))]
+    long = [word for word in words if len(word.strip()) > 3 and word.lower() not in ascii_lowercase]
     return bool(long and text[0].isspace()) or all(word in long or _SHORT_UNITS.fullmatch(word) for word in words)
 
 
