@@ -4,14 +4,17 @@ import io
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron_dapo.cli import main
 from megatron_dapo.files import Dtype
 from megatron_dapo.weights.convert import hf_to_megatron
-from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_metadata, load_tensor_pickle
+from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_metadata, load_tensor_pickle, load_torch_pickle
 from megatron_dapo.weights.formats.torch_zip import BadArchive, TensorArchive, read_archive
 
 
@@ -77,17 +80,31 @@ def test_common_pt_and_objects_are_never_opened(checkpoint, tmp_path):
         Evil(eval, "1"),
         Evil(exec, "1"),
         Evil(getattr, 1, "real"),
+        Evil(getattr, OrderedDict, "fromkeys"),
         Evil(__import__, "os"),
         Evil(torch.load, "x"),
         Evil(open, "x"),
     ],
-    ids=["eval", "exec", "getattr", "import", "torch.load", "open"],
+    ids=["eval", "exec", "getattr", "method", "import", "torch.load", "open"],
 )
 def test_names_that_are_not_on_the_list_are_refused(call):
     with pytest.raises(UnsafePickle, match="it asks for"):
         load_metadata(pickle.dumps(call))
     with pytest.raises(UnsafePickle, match="it asks for"):
         load_tensor_pickle(pickle.dumps(call))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])  # of torch.save, of `.metadata`
+def test_enums_as_python_3_11_2_pickles_them(checkpoint, protocol):
+    member = Evil(getattr, AttnBackend, "flash")
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    metadata.planner_data = {"type": Evil(getattr, WriteItemType, "SHARD")}
+    found = load_metadata(pickle.dumps(metadata, protocol))["planner_data"]["type"]
+    assert found.kind == "WriteItemType" and found.args == ("SHARD",)
+    found = load_torch_pickle(pickle.dumps({"args": member}, protocol), opaque=True)["args"]
+    assert found.kind == "AttnBackend" and found.args == ("flash",)
+    with pytest.raises(UnsafePickle, match=r"it asks for builtins\.getattr"):  # of anything else
+        load_torch_pickle(pickle.dumps(Evil(getattr, member, "name"), protocol), opaque=True)
 
 
 def test_stand_ins_are_inert(checkpoint):

@@ -42,14 +42,10 @@ class PickledObject:
         return self.state.get(field) if isinstance(self.state, dict) else None
 
 
-def _stand_in(name: str) -> type[PickledObject]:
-    return type(name, (PickledObject,), {"kind": name})
-
-
 _META = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _STAND_INS: dict[tuple[str, str], Any] = {
-    (module, name): _stand_in(name)
+    (module, name): type(name, (PickledObject,), {"kind": name})
     for module, names in {
         _META: "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
         "TensorProperties _MEM_FORMAT_ENCODING",
@@ -73,8 +69,11 @@ def _size(values: Any) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def _layout(name: Any) -> str:
-    return str(name)
+def _enum_member(owner: Any, name: Any) -> PickledObject:
+    """Python 3.11.0 to 3.11.3 pickle the member of an enum as a call of getattr; Debian 12 has 3.11.2."""
+    if isinstance(owner, type) and issubclass(owner, PickledObject):
+        return owner(name)
+    raise UnsafePickle("it asks for builtins.getattr")
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> PickledObject:
@@ -83,8 +82,9 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
 
 _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): OrderedDict,
+    **{(module, "getattr"): _enum_member for module in ("builtins", "__builtin__")},
 }
 
 
