@@ -13,9 +13,10 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, before)
     try:
-        code = run_command()
-        print(end="", flush=True)
-        return code
+        try:
+            return run_command()
+        finally:  # --help ends with SystemExit
+            print(end="", flush=True)
     except BrokenPipeError:
         output = select.poll()
         output.register(1, 0)

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.config.base import dump_yaml, parse_yaml
-from megatron_dapo.config.load import apply_overrides, as_settings, load_config
+from megatron_dapo.config.load import apply_overrides, as_settings, load_config, parse_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.report import write_report
 from megatron_dapo.observe.runs import Run, load_run
@@ -155,30 +155,32 @@ def _write(
     config: str | Path | None, settings: dict[str, Any], functions: Mapping[str, Function | None], folder: Path
 ) -> Path:
     sections = load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
-    given = {key: _named(function, folder) for key, function in functions.items() if function is not None} | settings
-    apply_overrides(sections, as_settings({key.replace("__", "."): value for key, value in given.items()}))
-    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[Path, str] = {}
+    named = {key: _named(function, folder, files) for key, function in functions.items() if function is not None}
+    apply_overrides(sections, as_settings({key.replace("__", "."): x for key, x in (named | settings).items()}))
     file = folder / "from_python.yaml"
-    file.write_text(dump_yaml(sections))
-    load_config(file)  # a mistake is found here
+    files[file] = dump_yaml(sections)
+    parse_config(sections, str(file))  # a mistake is found before anything is written
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        path.write_text(text)
     return file
 
 
-def _named(function: Function, folder: Path) -> str:
-    """As a setting names it: by its module, or by the module that is written for it."""
+def _named(function: Function, folder: Path, files: dict[Path, str]) -> str:
+    """As a setting names it: by its module, or by the module in `folder` that is added to `files`."""
     if isinstance(function, str):
         return function
     module = sys.modules.get(function.__module__)
     if function.__module__ != "__main__" and getattr(module, function.__name__, None) is function:
         return f"python:{function.__module__}.{function.__name__}"
     if os.pathsep in str(folder):
-        raise UserError(f"{folder}: Python finds no modules in directories with {os.pathsep!r}; rename it")
+        raise UserError(f"{folder}: Python finds no modules in directories with {os.pathsep!r}; choose another one")
     known: dict[str, str] = {}
     _copy_source(function, known)
     lines = [f'"""Written by megatron_dapo.train: {function.__name__} and what it uses."""', *known.values()]
     name = f"{FUNCTIONS}_{function.__name__}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.py").write_text("\n\n\n".join(lines) + "\n")
+    files[folder / f"{name}.py"] = "\n\n\n".join(lines) + "\n"
     return f"python:{name}.{function.__name__}"
 
 

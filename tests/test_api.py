@@ -28,7 +28,10 @@ def even(text):
 def grade(prompt, response):
     return even(response) and math.pi > 3
 
-print(_named(grade, Path(".")))
+files = {}
+print(_named(grade, Path("."), files))
+[(path, text)] = files.items()
+path.write_text(text)
 md.train("model", "prompts.jsonl", grade, run_dir="run", trainer__stepz=1)
 """
 
@@ -50,7 +53,8 @@ def helper(prompt, response):
 
 
 def test_functions_of_modules_are_named_and_lambdas_refused(tmp_path):
-    assert _named(helper, tmp_path) == f"python:{__name__}.helper" and not any(tmp_path.iterdir())
+    files = {}
+    assert _named(helper, tmp_path, files) == f"python:{__name__}.helper" and not files
     local = 3
 
     def closure(prompt, response):
@@ -58,20 +62,23 @@ def test_functions_of_modules_are_named_and_lambdas_refused(tmp_path):
 
     for function in (lambda prompt, response: True, closure):
         with pytest.raises(UserError, match="expected a function that uses only global names"):
-            _named(function, tmp_path)
+            _named(function, tmp_path, files)
 
 
 def test_a_function_is_not_copied_where_python_cannot_find_it(tmp_path, monkeypatch):
     monkeypatch.setattr(helper, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "helper", helper, raising=False)
     with pytest.raises(UserError, match="12:30: Python finds no modules in directories with ':'"):
-        _named(helper, tmp_path / "12:30")
-    assert not any(tmp_path.iterdir())
+        _named(helper, tmp_path / "12:30", {})
 
 
 def test_a_mistake_leaves_no_directory(tmp_path):
     missing, folder = tmp_path / "missing.yaml", tmp_path / "run"
-    for settings, message in (({"config": missing}, "missing.yaml"), ({"reward": lambda: True}, "global names")):
+    mistakes = (
+        ({"config": missing}, "missing.yaml"), ({"reward": lambda: True}, "global names"),
+        ({"reward": test_a_mistake_leaves_no_directory, "trainer__stepz": 5}, "stepz"),
+    )  # fmt: skip
+    for settings, message in mistakes:
         with pytest.raises(UserError, match=message):
             md.train("model", "prompts.jsonl", run_dir=folder, **settings)
         with pytest.raises(UserError, match=message):

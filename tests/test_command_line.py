@@ -50,14 +50,14 @@ def test_a_terminal_without_unicode_gets_escapes():
     assert done.returncode == 0 and rb"trainer.steps: 330 \u2192" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("buffered", ["", "1"])
-def test_a_reader_that_ends_early_is_no_error(buffered):
+@pytest.mark.parametrize(("words", "unbuffered"), [("config diff", ""), ("config diff", "1"), ("config --help", "")])
+def test_a_reader_that_ends_early_is_no_error(words, unbuffered):
     """As `megatron-dapo config diff FILE | head -1`."""
-    command = [sys.executable, "-m", "megatron_dapo", "config", "diff", "examples/quickstart/config.yaml"]
+    command = [sys.executable, "-m", "megatron_dapo", *words.split(), "examples/quickstart/config.yaml"]
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        command, env=environment() | {"PYTHONUNBUFFERED": buffered}, stdout=write, stderr=subprocess.PIPE, timeout=60
+        command, env=environment() | {"PYTHONUNBUFFERED": unbuffered}, stdout=write, stderr=subprocess.PIPE, timeout=60
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")

@@ -105,13 +105,10 @@ class DistillationConfig(Section):
     )
     weight: float = Field(1.0, gt=0, description="Multiplies the advantage of every token.")
     alone: bool = Field(
-        False,
-        description="Without DAPO's advantages: grades are only reported, ungraded responses are trained too.",
+        False, description="Without DAPO's advantages: grades are only reported, ungraded responses are trained too."
     )
     max_gap: float = Field(
-        10.0,
-        gt=0,
-        description="Bound of |log π_teacher − log π_engine| of a token: none may dominate.",
+        10.0, gt=0, description="Bound of |log π_teacher − log π_engine| of a token: none may dominate."
     )
     api_key_env: str | None = Field(
         None, description="Name of the environment variable that holds the servers' bearer token; null: none is sent."
@@ -174,8 +171,7 @@ class OffPolicyConfig(Section):
         None, description="[low, high]: a token whose w is outside carries no gradient; it still counts."
     )
     geometric_mask: list[float] | None = Field(
-        None,
-        description="[low, high]: a response whose geometric mean of w is outside is excluded; it does not count.",
+        None, description="[low, high]: a response whose geometric mean of w is outside is excluded; it does not count."
     )
     product_mask: list[float] | None = Field(
         None, description="[low, high]: a response whose product of w is outside is excluded; it does not count."

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -82,6 +82,10 @@ class PromptFileConfig(Section):
         return self
 
 
+def file_label(path: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", PurePath(path).stem)
+
+
 class SourceConfig(Section):
     """One of several prompt files. Null: the setting of the section that lists it."""
 
@@ -112,6 +116,40 @@ class SourceConfig(Section):
         return self.name or file_label(self.path)
 
 
+class PromptFilesConfig(PromptFileConfig):
+    """One file (`path`) or several (`sources`)."""
+
+    if TYPE_CHECKING:
+        sources: Sequence[SourceConfig]
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        if self.path and self.sources:
+            raise ValueError(
+                f"path is {self.path!r} and sources is not empty: move the path into sources, or remove one of them"
+            )
+        names = [source.label for source in self.sources]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"sources: two files are called {name!r} in metrics: give one of them another `name`")
+        return self
+
+    @property
+    def files(self) -> dict[str, PromptFileConfig]:
+        """Every file by its name in metrics, with the settings of the section where a source has none; empty if no file
+        is named. All are validated already."""
+        common = {name: getattr(self, name) for name in PromptFileConfig.model_fields}
+        if not self.sources:
+            return {file_label(self.path): PromptFileConfig.model_construct(**common)} if self.path else {}
+        own = SourceConfig.model_fields.keys() & PromptFileConfig.model_fields.keys()
+        return {
+            source.label: PromptFileConfig.model_construct(
+                **common | {name: value for name in own if (value := getattr(source, name)) is not None}
+            )
+            for source in self.sources
+        }
+
+
 class TrainSourceConfig(SourceConfig):
     """One of several files of training prompts. Null: the setting of `data`."""
 
@@ -120,54 +158,14 @@ class TrainSourceConfig(SourceConfig):
     )
 
 
-class DataConfig(PromptFileConfig):
+class DataConfig(PromptFilesConfig):
     """Where prompts come from, and which template the model sees them in."""
 
-    sources: list[TrainSourceConfig] = Field(
-        default_factory=list, description="Several files instead of `path`, mixed by weight."
-    )
-
-    @model_validator(mode="after")
-    def _files(self) -> DataConfig:
-        check_sources(self.path, self.sources)
-        return self
-
-    @property
-    def files(self) -> dict[str, PromptFileConfig]:
-        """Every file by its name in metrics; empty if no file is named."""
-        return files_of(self, self.sources)
+    sources: list[TrainSourceConfig] = Field([], description="Several files instead of `path`, mixed by weight.")
 
     @property
     def weights(self) -> dict[str, float]:
         return {source.label: source.weight for source in self.sources}
-
-
-def file_label(path: str) -> str:
-    return re.sub(r"[^\w.+-]+", "_", PurePath(path).stem)
-
-
-def files_of(section: PromptFileConfig, sources: Sequence[SourceConfig]) -> dict[str, PromptFileConfig]:
-    """The settings of each source, with those of the section where the source has none. All are validated already."""
-    common = {name: getattr(section, name) for name in PromptFileConfig.model_fields}
-    if not sources:
-        return {file_label(section.path): PromptFileConfig.model_construct(**common)} if section.path else {}
-    return {source.label: PromptFileConfig.model_construct(**{**common, **_own(source)}) for source in sources}
-
-
-def _own(source: SourceConfig) -> Mapping[str, Any]:
-    names = SourceConfig.model_fields.keys() & PromptFileConfig.model_fields.keys()
-    return {name: value for name in names if (value := getattr(source, name)) is not None}
-
-
-def check_sources(path: str, sources: Sequence[SourceConfig]) -> None:
-    if path and sources:
-        raise ValueError(
-            f"path is {path!r} and sources is not empty: move the path into sources, or remove one of them"
-        )
-    names = [source.label for source in sources]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"sources: two files are called {name!r} in metrics: give one of them another `name`")
 
 
 def _check_template(template: str) -> None:
@@ -371,22 +369,10 @@ class EvalSourceConfig(SourceConfig):
     samples: int | None = Field(None, ge=1, description="Responses per problem; null: evaluate.samples.")
 
 
-class EvalDataConfig(PromptFileConfig):
+class EvalDataConfig(PromptFilesConfig):
     """One benchmark (`path`), or several (`sources`), each with its own metrics: `eval/NAME/avg@k`."""
 
-    sources: list[EvalSourceConfig] = Field(
-        default_factory=list, description="Several benchmarks instead of `path`; all are evaluated."
-    )
-
-    @model_validator(mode="after")
-    def _files(self) -> EvalDataConfig:
-        check_sources(self.path, self.sources)
-        return self
-
-    @property
-    def files(self) -> dict[str, PromptFileConfig]:
-        """Every benchmark by its name in metrics; empty if none is named."""
-        return files_of(self, self.sources)
+    sources: list[EvalSourceConfig] = Field([], description="Several benchmarks instead of `path`; all are evaluated.")
 
 
 class EvalConfig(Section):
@@ -395,11 +381,7 @@ class EvalConfig(Section):
     data: EvalDataConfig = EvalDataConfig()
     every: int = Field(5, ge=0, description="Evaluate every N training steps; 0: never.")
     samples: int = Field(32, ge=1, description="k: responses per problem, for avg@k, pass@k and maj@k.")
-    temperature: float = Field(
-        1.0,
-        ge=0,
-        description="As rollout.temperature; 0: greedy, so samples: 1 is enough.",
-    )
+    temperature: float = Field(1.0, ge=0, description="As rollout.temperature; 0: greedy, so samples: 1 is enough.")
     top_p: float = Field(
         0.7, gt=0, le=1, description="Sample from the most likely tokens that together reach this probability. The "
         "published AIME scores were sampled with 0.7.",

@@ -155,8 +155,7 @@ class PolicyConfig(Section):
         "Qwen/Qwen2.5-1.5B or NAME@REVISION; the cache is used first, and nothing is downloaded with HF_HUB_OFFLINE=1.",
     )
     megatron_checkpoint: PathText | None = Field(
-        None,
-        description="A converted torch_dist directory to start from; null: load the HF weights directly.",
+        None, description="A converted torch_dist directory to start from; null: load the HF weights directly."
     )
     tensor_parallel: int = Field(
         1,
@@ -191,9 +190,7 @@ class PolicyConfig(Section):
         "say otherwise.",
     )
     micro_batch_tokens: int = Field(
-        32768,
-        gt=0,
-        description="Token budget of one packed micro-batch (of all context-parallel ranks together).",
+        32768, gt=0, description="Token budget of one packed micro-batch (of all context-parallel ranks together)."
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="Recompute activations in the backward pass; full saves most memory, for a third more work."

@@ -130,7 +130,8 @@ def read_records(path: Path, warnings: list[str] | None = None) -> list[Record]:
         lines = ", ".join(map(str, damaged))
         text = f"{path}: skipped line {lines}: not a record. The next start moves them to {path.name}.damaged"
         warn_once(text)
-        (warnings if warnings is not None else []).append(text)
+        if warnings is not None:
+            warnings.append(text)
     return records
 
 

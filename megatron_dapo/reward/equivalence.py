@@ -12,6 +12,7 @@ from fractions import Fraction
 from itertools import accumulate
 from string import ascii_lowercase
 from typing import Any
+from unicodedata import numeric
 
 MAX_ANSWER_CHARS = 1000
 MAX_DIGITS = 400
@@ -23,7 +24,10 @@ _NUMBER = re.compile(rf"(?:\\?[$€£]\s?)?({_PLAIN})")
 _RATIO = re.compile(
     r"([+-]?)\s?(?:(\d+)\s+(?=\d))?(?:(\d+)\s?/\s?(\d+)|\\[dtc]?frac\s?(?:\{\s?([+-]?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d)))"
 )
-_REPEATING = re.compile(r"([+-]?\d*\.\d*)\\(?:overline|bar|dot)\s?\{\s?(\d+)\s?\}")
+# A dash between two numbers may be a range.
+_SIGN = re.compile(r"(?i)(^|[=([{,;]\s?)(?:[‒–]\s?|(?:minus|negative)\s)(?=[\d.$\\¼-¾⅐-⅞])")
+_SMALL_FRACTION = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d{1,30})?\s?([¼-¾⅐-⅞])")
+_REPEATING = re.compile(r"(?<![\d.,])(\d{0,30}\.\d{0,30})\\(?:overline|bar|dot)\s?(?:\{\s?(\d{1,30})\s?\}|(\d))")
 _MIXED = re.compile(r"\d\s+\d+\s?/\s?\d")
 _UNIT = re.compile(
     rf"({_PLAIN})(?:\s*\\?%)?(?:\s*\\(?:text|mathrm|mbox|textbf|operatorname)\s?\{{\s?[A-Za-z][A-Za-z\s./-]*\}}|"
@@ -64,6 +68,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
         return same, "same number" if same else "different number"
     if same_text(reference, answer):
         return True, "same text"
+    reference, answer = _with_signs(reference), _with_signs(answer)
     if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(reference)):
         return False, f"too long for an answer ({len(answer)} characters)"
     if max(accumulate((character in "([{") - (character in ")]}") for character in answer)) > MAX_DEPTH:
@@ -91,6 +96,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
 
 def equivalent(reference: str, answer: str) -> tuple[bool, str]:
     """What math-verify says about the two as LaTeX. Takes unbounded time: call it only in a process with limits."""
+    reference, answer = _with_signs(reference), _with_signs(answer)
     expected, found = (_parse(_latex(text, other)) for text, other in ((reference, answer), (answer, reference)))
     if not expected:
         return False, "the reference cannot be read as mathematics, and the text differs"
@@ -100,6 +106,25 @@ def equivalent(reference: str, answer: str) -> tuple[bool, str]:
 
     same = verify(expected, found, timeout_seconds=None)
     return same, "equivalent" if same else "not equivalent"
+
+
+def _with_signs(text: str) -> str:
+    """A leading dash or `minus` as a minus sign; `2½` and `0.\\overline{3}` as fractions."""
+    return _REPEATING.sub(_repeating, _SMALL_FRACTION.sub(_mixed, _SIGN.sub(r"\1-", text)))
+
+
+def _mixed(found: re.Match[str]) -> str:
+    return _frac(int((found[1] or "0").replace(",", "")) + Fraction(numeric(found[2])).limit_denominator(10))
+
+
+def _repeating(found: re.Match[str]) -> str:
+    head, digits = found[1], found[2] or found[3]
+    start = Fraction(head + "0")
+    return _frac(start + (Fraction(head + digits) - start) / (1 - Fraction(1, 10 ** len(digits))))
+
+
+def _frac(value: Fraction) -> str:
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def number(text: str) -> Fraction | None:
@@ -114,10 +139,6 @@ def number(text: str) -> Fraction | None:
         plain = unit if unit and "%" not in text and _is_unit(unit[2] or "") and not _NOT_UNITS.search(text) else None
     if plain is not None:
         return Fraction(re.sub(r"[^\d.+-]", "", plain[1].replace("\\!", "")).removesuffix("."))
-    repeating = _REPEATING.fullmatch(text)
-    if repeating is not None:
-        head = Fraction(repeating[1] + "0")
-        return head + (Fraction(repeating[1] + repeating[2]) - head) / (1 - Fraction(1, 10 ** len(repeating[2])))
     ratio = _RATIO.fullmatch(text)
     if ratio is None:
         return None
@@ -128,7 +149,8 @@ def number(text: str) -> Fraction | None:
 
 
 def _is_unit(text: str) -> bool:
-    """Letters after a number, with the space before them, are words. Without a space `abcd` is a product."""
+    """Letters after a number, with the space before them, are words. Consecutive ones without a space (`abcd`) are a
+    product."""
     words = re.findall(r"\s?(?:[AaPp]\.[Mm]|[A-Za-z]+)", text)
     long = [word for word in words if len(word.strip()) > 3 and word.lower() not in ascii_lowercase]
     return bool(long and text[0].isspace()) or all(word in long or _SHORT_UNITS.fullmatch(word) for word in words)

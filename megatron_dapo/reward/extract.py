@@ -7,7 +7,6 @@ control characters, Markdown and math delimiters are removed from the result.
 from __future__ import annotations
 
 import re
-import unicodedata
 from functools import lru_cache
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>")
@@ -15,14 +14,10 @@ _INVISIBLE = re.compile(
     "\x1b\\[[0-9;]{0,20}[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ud800-\udfff\ufeff]"
 )
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " ", 0x00A0: " "}
-for _fraction in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞":
-    _FULL_WIDTH[ord(_fraction)] = r"\frac{" + unicodedata.normalize("NFKC", _fraction).replace("⁄", "}{") + "}"
 _MARKER = re.compile(r"(?i)answer[\s*_]{0,20}[::][\s*_]{0,200}")
 _BRACE = re.compile(r"\\boxed\s{0,20}\{|\\framebox\s{0,20}\{|\\fbox\s{0,20}\{|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:(?:and|or|\\text\s?\{\s?(?:and|or)\s?\})[\s$,;]*)?")
 _PREAMBLE = re.compile(r"(?i)(?:so,?\s+|thus,?\s+|therefore,?\s+)?(?:the\s+)?(?:final\s+)?answer\s+is\s*:?\s*")
-# A dash between two numbers may be a range. `– $42$` is an item of a list, as `- $42$` is.
-_SIGN = re.compile(r"(?i)(^|[=([{,;]\s?)(?:[‒–](?!\s\$)\s?|(?:minus|negative)\s)(?=[\d.$\\])")
 _WRAPPERS = [
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -32,14 +27,15 @@ _WRAPPERS = [
     )
 ]  # fmt: skip
 _ONE_FORMULA = re.compile(r"([^$\d]*)(?<!\\)\$([^$]+)(?<!\\)\$([^$\d]*)")
-# Beside a formula these belong to the answer: `-$42$`, `$42$%`, `$42$ million`, `not $42$`.
+# Beside a formula these belong to the answer: `-$42$`, `$42$%`, `$42$ million`, `not $42$`, but not a list's dash.
 _CHANGES_BEFORE = re.compile(
-    r"(?i)(?:[-+±√]|(?:[<≤≥≠]|(?<![=-])>|\b(?:minus|negative|not|than|half|twice|sqrt|root of|at (?:least|most)))\s?)$"
+    r"(?i)(?:[-‒–+±√]|[=(]\s?[-‒–]\s|(?:[<≤≥≠]|(?<![=-])>|\b(?:minus|negative|not|than|half|twice|sqrt|"
+    r"(?:square|cube|[a-z]{2,6}th) root(?: of)?|at (?:least|most)))\s?)$"
 )
 _CHANGES_AFTER = re.compile(
-    r"(?i)\s?(?:\\?%|[+^<>≤≥≠]|\\(?![,;:! (])|(?:hundred|thousand|[mb]illion|trillion|dozen|lakh|crores?|per ?cent|or|"
-    r"plus|minus|times|divided|factorial|thirds?|halves|(?:fif|six|seven|eigh|nin|ten)ths|pi|"
-    r"at (?:least|most)|(?:squared|cubed)(?!\s[a-z]))\b)"
+    r"(?i)\s?(?:\\?%|[+^<>≤≥≠]|\\(?![,;:! (])|(?:(?:hundred|thousand|[mb]illion|trillion)(?:th)?s?|dozens?|"
+    r"lakhs?|crores?|per ?cent|or|plus|minus|times|divided|factorial|thirds?|halves|(?:fif|six|seven|eigh|nin|ten)ths?|"
+    r"pi|at (?:least|most)|(?:squared|cubed)(?!\s[a-z]))\b)"
 )
 SHORT_LINE = 60
 WINDOW = 1000  # characters at the end, searched first: most answers are there
@@ -101,7 +97,6 @@ def clean(answer: str) -> str:
     answer = _PREAMBLE.sub("", answer.strip(), count=1) if answer[:40].lower().count("answer") else answer.strip()
     for _ in range(8):
         before = answer
-        answer = _SIGN.sub(r"\1-", answer)
         answer = answer.strip().rstrip(".,;:").rstrip() if not answer.endswith(("\\,", "\\;", "\\!")) else answer[:-2]
         answer = answer.removesuffix("\\\\").strip().strip("*_")  # emphasis; the marker may have consumed half of it
         for wrapper in _WRAPPERS:

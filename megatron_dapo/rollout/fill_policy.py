@@ -106,7 +106,7 @@ def trained_version(config: RolloutConfig, step: int, served: int) -> int:
 
 
 def age(version: int, trained: int, unchanged_to: int) -> int:
-    """Of a token of `version`. All versions up to `unchanged_to` have the same weights."""
+    """How often the weights changed from `version` to `trained`. All versions up to `unchanged_to` have the same."""
     return max(0, trained - max(version, unchanged_to))
 
 

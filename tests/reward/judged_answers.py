@@ -291,12 +291,15 @@ EQUAL = [
     ("-42", "Minus $42$"), ("-42", "x = negative 42"), ("42", "– $42$"),
     # Fractions of one character, and repeating decimals.
     ("42.5", "42½"), ("85/2", "42½"), ("-42.5", "-42½"), ("42½", "42.5"), ("0.5", "½"), ("1/3", "⅓"), ("x/2", "½x"),
-    ("42.5", "42½ hours"), ("42.5", "42 ½"),
+    ("42.5", "42½ hours"), ("42.5", "42 ½"), (r"\frac{5\pi}{2}", "2½π"), ("5x/2", "2½x"), ("1000.5", "1,000½"),
+    ("-0.5", "–½"), ("1/3", r"0.\overline3"), ("1/3", r"0.\bar 3"), ("-1/3", r"- 0.\overline{3}"),
+    (r"0.\overline{3}", "0.333333"), ("1/3", r"0.\overline{3} m"), ("3", "The equation has a double root of $3$"),
+    ("-42", "x = – $42$"), ("-42", "x = - $42$"),
     ("1/3", r"0.\overline{3}"), (r"\frac{1}{6}", r"0.1\overline{6}"), ("-4/3", r"$-1.\bar{3}$"), ("1/3", r".\dot{3}"),
     (r"0.\overline{142857}", "1/7"), ("1", r"0.\overline{9}"),
     # Units right after the number.
     ("42", "42hours"), ("42", "42dollars"), ("42", "42kilometers"), ("42", "42km/hour"), ("42", "42meters per second"),
-    ("2abcd", "2 abcd"),
+    ("2abcd", "2 abcd"), ("5", "5amps"),
 ]  # fmt: skip
 DIFFERENT = [
     ("5", "$5$ trillion"), ("5", "$5$ thirds"), ("5", "sqrt $5$"), ("5", "$5$ plus x"), ("42", "$42$ at most"),
@@ -307,6 +310,9 @@ DIFFERENT = [
     ("-42", "7, minus 42"), ("42", "42½"), ("21", "42½"), ("43/2", "42½"), ("1/2", "42½"), ("x", "2½x"),
     ("42.5", "42½ million"), ("42.5", "42½%"), ("0.3", r"0.\overline{3}"), ("3", r"0.\overline{3}"),
     ("0.16", r"0.1\overline{6}"), ("5", "$5$ lakh"), ("5", "$5$ tenths"), ("5", "$5$ divided by x"),
-    ("5", "$5$ factorial"), ("5", "the square root of $5$"),
+    ("5", "$5$ factorial"), ("5", "the square root of $5$"), ("4", "square root $4$"), ("2", "the fourth root of $2$"),
+    ("5", "$5$ lakhs"), ("5", "$5$ hundredths"), ("1", "$1$ fifth"), ("5", "$5$ dozens"), ("5", "$5$ millions"),
+    (r"\pi", "2½π"), (r"2\pi", "4½π cm"), (r"\sqrt{3}", "2½√3"), ("x+1", "2½(x+1)"), ("3x/4", "3¼x"), ("x^2", "2½x^2"),
+    ("0.05", "0.1½"), ("42", "It is –$42$"), ("42", "x = – $42$"), ("42", "x = - $42$"),
     ("2", "2abcd"), ("2", "2wxyz hours"), ("2", "2ABCD"), ("2abcd", "2"), ("2abcd", "2abce"), ("5", "5lakh"),
 ]  # fmt: skip

@@ -94,6 +94,7 @@ def test_the_published_window_is_300_characters():
     [
         ("95", "95", True), ("95", "Answer: 95", True), ("95", r"\boxed{95}", True), ("95", "95.0", False),
         ("95", "095", False), ("new  york", "Answer: new york", True), ("New York", "Answer: new york", False),
+        ("-5", "Answer: minus 5", False), (r"\frac{1}{2}", "Answer: ½", False), ("½ cup", "Answer: ½ cup", True),
     ],
 )  # fmt: skip
 def test_exact_compares_the_text(reference, response, right):
