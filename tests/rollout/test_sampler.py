@@ -170,7 +170,7 @@ def test_progress_reports_the_counts_of_the_step():
     seen = []
     (batch,), *_ = collect(rollout(), on_progress=seen.append)
     assert seen[-1].kept == 4 and seen[-1].in_flight == 0 and seen[-1].running_requests == 0
-    assert max(progress.running_requests for progress in seen) >= 7  # 8 slots, less the one that has just finished
+    assert max(progress.running_requests for progress in seen) >= 6  # 8 slots, less those that have just finished
     assert max(progress.in_flight for progress in seen) == 4
     assert seen[-1].finished_samples == batch.metrics["rollout/samples_submitted"]
     assert seen[-1].tokens_per_second == pytest.approx(batch.metrics["rollout/tokens_per_second"])
