@@ -26,7 +26,7 @@ _RATIO = re.compile(
 )
 # A dash between two numbers may be a range.
 _SIGN = re.compile(r"(?i)(^|[=([{,;]\s?)(?:[‒–]\s?|(?:minus|negative)\s)(?=[\d.$\\¼-¾⅐-⅞])")
-_SMALL_FRACTION = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d{1,30})?\s?([¼-¾⅐-⅞])")
+_SMALL_FRACTION = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3}){1,9}|\d{1,30})?\s?([¼-¾⅐-⅞])")
 _REPEATING = re.compile(r"(?<![\d.,])(\d{0,30}\.\d{0,30})\\(?:overline|bar|dot)\s?(?:\{\s?(\d{1,30})\s?\}|(\d))")
 _MIXED = re.compile(r"\d\s+\d+\s?/\s?\d")
 _UNIT = re.compile(

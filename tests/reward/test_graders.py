@@ -123,7 +123,8 @@ def test_a_reference_may_be_a_solution_with_a_box(name):
 
 def test_extraction_is_linear_in_the_response():
     """Each of these is 100 000 characters; a quadratic pattern would take a minute."""
-    for hostile in ("answer ", "answer" + " " * 500, r"\boxed{", r"\boxed{}", "}{", "Answer:*", "$", r"\(", "\\", "{"):
+    for hostile in ("answer ", "answer" + " " * 500, r"\boxed{", r"\boxed{}", "}{", "Answer:*", "$", r"\(", "\\", "{",
+                    "–", "½", r".\bar"):  # fmt: skip
         text = hostile * (100_000 // len(hostile))
         for response in (text, "Answer: " + text, r"\boxed{" + text):
             started = time.process_time()
@@ -131,6 +132,7 @@ def test_extraction_is_linear_in_the_response():
                 load_grader(RewardConfig(grader=name)).quick(prompt("42"), response)
             assert time.process_time() - started < 5.0, hostile
     assert final_answer(r"\boxed{" * 20_000 + "42" + "}" * 20_000) is not None
+    assert grade("math", "42", "Answer: 1" + ",000" * 2000 + "½").correct is False, "too many digits for int()"
 
 
 USER_MODULE = """
