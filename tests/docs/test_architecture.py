@@ -69,7 +69,7 @@ LIMITS = {
     "files entered by the run": 96,
     "file → file call edges": 240,  # 235; under load another order of the threads may add a few
     "pairs of files that call each other both ways": 0,
-    "files from taking a prompt to the optimizer step": 52,  # 50; one or two more in another order of the threads
+    "files from taking a prompt to the optimizer step": 50,
 }
 
 

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from installed_megatron import is_megatron_since
 from joined_ranks import RankJobs
 from long_lists import some
 
@@ -113,7 +114,8 @@ def test_activations_that_recomputing_a_module_does_not_save(kind, module):
         expected += routed * 3 * shape.expert_ffn_hidden * 2
     else:
         expected += 2 * tokens * shape.ffn_hidden * 2
-    assert all_of_it - less == pytest.approx(expected, rel=0.06)  # megatron-core 0.19 keeps 12 bytes more a token
+    expected += 12 * tokens if shape.is_moe and is_megatron_since("0.19") else 0  # measured
+    assert all_of_it - less == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", some(["dense", "tied", "moe"], "moe"))  # tied: the same layers as dense
