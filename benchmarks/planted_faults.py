@@ -286,10 +286,10 @@ async def run(args: argparse.Namespace, transport: str, fault_file: Path, logs: 
     tensors = {n: t for file in sorted(args.model.glob("*.safetensors")) for n, t in load_file(file).items()}
     torch.manual_seed(0)  # noise: without it, norms that are all ones could be swapped without a fault
     tensors = {name: (t := tensor.to(args.device)) + 0.02 * torch.randn_like(t) for name, tensor in tensors.items()}
-    engine = await open_engine(config, str(args.model), logs)
+    engine: Any = await open_engine(config, str(args.model), logs)
     try:
-        capabilities = await engine.capabilities()
-        print(f"SGLang {capabilities.version}, transport {transport}, {len(tensors)} tensors", flush=True)
+        version = (await engine.servers[0].connection.get("/server_info"))["version"]
+        print(f"SGLang {version}, transport {transport}, {len(tensors)} tensors", flush=True)
         planned = list(faults(list(tensors)))
         updates = Updates(engine, tensors, args.bucket_mib << 20, fault_file)
         found, refused, shares = await plant(updates, planned)

@@ -43,7 +43,7 @@ class ForeignWeightsError(EngineError):
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
-    """`temperature` 0 is greedy. `top_k` -1 means the whole vocabulary. `seed` fixes the sample, see Capabilities."""
+    """`temperature` 0 is greedy. `top_k` -1 means the whole vocabulary. `seed` fixes the sample, if the engine can."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -97,20 +97,6 @@ class Completion:
 
 
 @dataclass(slots=True, frozen=True)
-class Capabilities:
-    """What an engine can do, found by asking it rather than from its version number."""
-
-    engine: str
-    version: str = ""
-    seeded: bool = False  # the same seed gives the same sample, whatever else runs
-    bracketed_updates: bool = False  # tensor and distributed updates need begin_ and end_weight_update around them
-    checksums: bool = False
-    routed_experts: bool = False  # reports which experts computed each token
-    releases_memory: bool = True  # can free its GPU memory, or uses none
-    max_tokens: int | None = None  # prompt and response together
-
-
-@dataclass(slots=True, frozen=True)
 class WeightReport:
     """The result of a weight update. `failed` maps a server's name to the reason why it does not serve `version`."""
 
@@ -147,8 +133,6 @@ class Generator(Protocol):
 
 
 class Engine(Generator, Protocol):
-    async def capabilities(self) -> Capabilities: ...
-
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         """First half of a weight update: every server receives all weights. Running requests are aborted first, and
         nothing is served until `serve_weights`. When this returns, the buckets' memory may be reused or freed.

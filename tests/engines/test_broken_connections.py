@@ -35,7 +35,7 @@ async def test_a_lost_reply_to_any_call_costs_neither_the_update_nor_the_server(
     subject = Subject(sglang_server)
     proxy = await Proxy(sglang_server.process.url).start()
     async with subject.open(transport, url=proxy.url) as engine:
-        brackets = (await engine.capabilities()).bracketed_updates
+        brackets = (await engine.servers[0].capabilities()).bracketed_updates
         for seed, path in enumerate(CALLS[transport]):
             if "weight_update" in path and not brackets:
                 continue  # this version has no such call

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.batch_invariant_model import uniform
-from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
+from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.planner.simulation.run import run_virtually
 from megatron_dapo.rollout.sampler import Sampler
@@ -69,9 +69,6 @@ class SimulatedEngine:
         self._fault, self._jitter = fault, random.Random(jitter) if jitter else None
         self.most_running = self.running = 0
         self.requests: list[str] = []
-
-    async def capabilities(self) -> Capabilities:
-        return Capabilities("simulated", seeded=True)
 
     async def generate(self, request_id: str, prompt, params: SamplingParams) -> Completion:
         assert request_id not in self._aborts, f"request id {request_id} is in use"

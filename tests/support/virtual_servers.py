@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
+from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang import weight_update
-from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client import Capabilities, SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.http import BrokenConnection, failures, wait_for_living
@@ -125,7 +125,7 @@ class VirtualServer(SGLangClient):
 
     async def capabilities(self) -> Capabilities:
         await self._reach()
-        return Capabilities("virtual")
+        return Capabilities(bracketed_updates=False, checksums=False, releases_memory=True)
 
     async def answers(self) -> None:
         await self._reach()

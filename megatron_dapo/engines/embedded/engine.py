@@ -32,7 +32,7 @@ from megatron_dapo.engines.embedded.batch_invariant_model import (
     sample_tokens,
     uniform,
 )
-from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport, WeightUpdateError
+from megatron_dapo.engines.protocol import Completion, SamplingParams, WeightReport, WeightUpdateError
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
 from megatron_dapo.sync.bucket_stream import BucketStream
@@ -114,9 +114,6 @@ class EmbeddedEngine:
     @property
     def weight_version(self) -> int:
         return self._version
-
-    async def capabilities(self) -> Capabilities:
-        return Capabilities(engine="embedded", seeded=True, max_tokens=self._model.max_tokens)
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         if not len(prompt):

@@ -16,13 +16,14 @@ import socket
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import PauseMode, ServerConfig
-from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
+from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.http import (
     BrokenConnection,
@@ -62,6 +63,15 @@ LEASE_SECONDS = 600.0  # after which a server of a run that was killed is free f
 END_LEASE_SECONDS = 2.0
 ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are aborted
 _incarnations = itertools.count()  # of all clients: a server that leaves may be another process when it is back
+
+
+@dataclass(slots=True, frozen=True)
+class Capabilities:
+    """What a server can do, found by asking it rather than from its version number."""
+
+    bracketed_updates: bool  # tensor and distributed updates need begin_ and end_weight_update around them
+    checksums: bool
+    releases_memory: bool  # can free its GPU memory, or uses none
 
 
 class SGLangClient:
@@ -106,8 +116,7 @@ class SGLangClient:
         if _numbers(version) < OLDEST_VERSION:
             raise EngineError(f"server {self.name} runs SGLang {version}; expected 0.5.17 or newer")
         self.tensor_parallel = int(info.get("tp_size") or 1)
-        routed_experts = bool(info.get("enable_return_routed_experts"))
-        if self.config.demands.returns_experts and not routed_experts:
+        if self.config.demands.returns_experts and not info.get("enable_return_routed_experts"):
             raise EngineError(
                 f"server {self.name} does not report the experts of a token (policy.routing_replay: engine): start it "
                 "with --enable-return-routed-experts"
@@ -127,13 +136,10 @@ class SGLangClient:
             # The list of endpoints may be switched off; then ask for the one that differs between versions.
             paths = {"/begin_weight_update"} if await self._has("/begin_weight_update") else set()
         return Capabilities(
-            engine="sglang", version=version, seeded=bool(info.get("enable_deterministic_inference")),
             bracketed_updates="/begin_weight_update" in paths,
             checksums=set(CHECKSUM_LOADERS) <= set(info.get("custom_weight_loader") or ()),
-            max_tokens=info.get("context_length") or info.get("max_total_num_tokens"),
-            routed_experts=routed_experts,
             releases_memory=bool(info.get("enable_memory_saver")) or info.get("device") == "cpu",
-        )  # fmt: skip
+        )
 
     def _check_serves_adapters(self, info: dict[str, Any]) -> None:
         rank = self.config.demands.lora.rank

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Capabilities, Completion, ForeignWeightsError, SamplingParams, WeightReport
+from megatron_dapo.engines.protocol import Completion, ForeignWeightsError, SamplingParams, WeightReport
 from megatron_dapo.engines.sglang.client import SGLangClient, call_living
 from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
@@ -143,9 +143,6 @@ class SGLangEngine:
     def generating(self) -> bool:
         """Whether servers accept requests now: not paused, not updating, GPUs not with the trainer."""
         return self._balancer.open and not self._changing.locked() and not self.gpus_in_use
-
-    async def capabilities(self) -> Capabilities:
-        return await next((s for s in self.servers if not s.state.down), self.servers[0]).capabilities()
 
     async def shared_base(self) -> dict[str, str]:
         """By SGLang's name of a parameter: a pickled reference to its memory (rollout.servers.share_base)."""

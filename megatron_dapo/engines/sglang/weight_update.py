@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Capabilities, WeightReport, WeightUpdateError
-from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient, call_living
+from megatron_dapo.engines.protocol import WeightReport, WeightUpdateError
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, Capabilities, SGLangClient, call_living
 from megatron_dapo.engines.sglang.http import Unresponsive, all_of, failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import BASE_LABEL, is_updating_label, updating_label
 from megatron_dapo.engines.sglang.transports import AdapterTransport, Errors, Transfer, make_transport
