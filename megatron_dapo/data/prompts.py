@@ -85,9 +85,6 @@ class LoadReport:
         hidden = sum(max(0, len(kind) - SHOWN) for kind in (self.conflicts, self.bad, self.too_long))
         return "\n".join([*lines, *([f"  … and {hidden} more"] if hidden else [])])
 
-    def to_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 @dataclass(slots=True, frozen=True)
 class PromptSet(Sequence[Prompt]):

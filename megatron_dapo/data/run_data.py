@@ -114,11 +114,6 @@ class PromptCursor:
         """Epochs since the beginning, with the part of the present one that is done."""
         return self._epoch + self._position / len(self._order)
 
-    @property
-    def taken(self) -> int:
-        """Prompts returned since the beginning."""
-        return self._epoch * len(self._prompts) + self._position
-
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; at the end of an epoch, the next one begins."""
         taken: list[Prompt] = []
@@ -189,11 +184,6 @@ class PromptMixture:
         self._credit[name] -= 1.0
         (prompt,) = self._cursors[name].take(1)
         return prompt
-
-    @property
-    def taken(self) -> int:
-        """Prompts returned since the beginning."""
-        return sum(cursor.taken for cursor in self._cursors.values())
 
     def begin_step(self, step: int) -> None:
         """Starts the metrics of a step. An interrupted step that continues does not begin again."""

@@ -26,7 +26,6 @@ class EnginePlan:
     weights: float
     kv_per_token: float
     kv_room: float  # bytes left for the KV cache
-    overhead: float
     running: int  # sequences that one server decodes at once, at the mean length
     longest: int
     external: int = 0  # external servers
@@ -44,10 +43,6 @@ class EnginePlan:
     @property
     def fits(self) -> bool:
         return self.kv_tokens >= self.longest
-
-    @property
-    def least(self) -> float:
-        return self.weights + self.kv_least + self.overhead
 
 
 def plan_engine(
@@ -72,7 +67,6 @@ def plan_engine(
         weights=weights,
         kv_per_token=kv_per_token,
         kv_room=max(0.0, room),
-        overhead=ENGINE_OVERHEAD_BYTES,
         running=max(1, min(rollout.servers.max_running, int(tokens / held), share)),
         longest=work.longest,
         external=external,

@@ -127,10 +127,6 @@ class BatchQueue:
 
     # ---- from the main thread ----
 
-    @property
-    def collecting(self) -> bool:
-        return self._task is not None
-
     def has(self, step: int) -> bool:
         return step in self._complete
 

@@ -40,7 +40,7 @@ def test_one_take_may_span_several_epochs():
     cursor = PromptCursor(prompts(3), seed=0)
     taken = ids(cursor.take(8))
     assert sorted(taken[:3]) == sorted(taken[3:6]) == ["p0", "p1", "p2"]
-    assert (cursor.epochs, cursor.taken) == (2 + 2 / 3, 8)
+    assert cursor.epochs == 2 + 2 / 3
     assert cursor.take(0) == []
 
 
@@ -53,7 +53,7 @@ def test_resume_is_exact(before):
     resumed = PromptCursor(prompts(), seed=99)  # the state's seed counts
     resumed.take(5)
     resumed.load_state_dict(state)
-    assert resumed.taken == before
+    assert resumed.epochs == before / 7
     assert ids(resumed.take(30)) == expected
 
 

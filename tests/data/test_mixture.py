@@ -34,7 +34,6 @@ def test_every_beginning_has_the_shares_of_the_weights():
         seen[mixed.take(1)[0].meta["file"]] += 1
         for name, weight in weights.items():
             assert abs(seen[name] - count * weight / 4) <= 1 + 1e-9
-    assert mixed.taken == 399
 
 
 def test_every_source_has_its_own_epochs():
@@ -55,7 +54,7 @@ def test_resume_is_exact(before):
     resumed = mixture(weights, seed=9)
     resumed.take(13)
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
-    assert resumed.taken == before and ids(resumed.take(200)) == ids(straight.take(200))
+    assert ids(resumed.take(200)) == ids(straight.take(200))
 
 
 def test_weights_may_change_when_a_run_is_resumed():
@@ -85,7 +84,7 @@ def test_a_single_file_may_have_another_name_when_a_run_is_resumed():
     before.take(8)
     after = PromptMixture({"renamed": sources({"a": 5})["a"]}, seed=1)
     after.load_state_dict(before.state_dict())
-    assert after.taken == 8 and ids(after.take(20)) == ids(before.take(20))
+    assert ids(after.take(20)) == ids(before.take(20))
 
 
 def group(prompt, right, graded=4):

@@ -94,7 +94,7 @@ async def test_an_interrupted_batch_is_collected_again_and_complete_ones_stay():
     await settle()
     await engines.finish(0)
     await engines.queue.interrupt()
-    assert engines.interrupted == [1] and not engines.queue.collecting
+    assert engines.interrupted == [1] and engines.queue._task is None
     await engines.queue.interrupt()  # nothing runs: nothing happens
     saved = engines.queue.state()
     engines.queue.run_to(0)  # never less than was asked for
@@ -133,7 +133,7 @@ async def test_an_error_reaches_whoever_waits_and_is_not_retried():
     with pytest.raises(RuntimeError, match="no server"):
         await waiting
     engines.queue.run_to(3)
-    assert not engines.queue.collecting
+    assert engines.queue._task is None
     with pytest.raises(RuntimeError, match="no server"):
         await engines.queue.idle()
     assert (await engines.queue.get(0)).step == 0  # a complete batch can still be trained
