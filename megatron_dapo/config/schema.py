@@ -438,7 +438,7 @@ def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
             f"{_divisors(shape.heads)}"
         )
     if shape.kv_heads % tp and tp % shape.kv_heads:
-        fitting = [d for d in range(1, shape.heads + 1) if shape.heads % d == 0 and _fits_kv(d, shape.kv_heads)]
+        fitting = [d for d in divisors(shape.heads) if shape.kv_heads % d == 0 or d % shape.kv_heads == 0]
         raise ConfigError(
             f"policy.tensor_parallel is {tp}, but the model has {shape.kv_heads} key/value heads: it must divide them "
             f"or be a multiple of them; choose one of {', '.join(map(str, fitting))}"
@@ -457,10 +457,6 @@ def _check_mlp(policy: PolicyConfig, shape: ModelShape) -> None:
                 f"policy.tensor_parallel is {tp}, but {what} has {size} hidden units: choose one of "
                 f"{_divisors(math.gcd(size, shape.heads))}"
             )
-
-
-def _fits_kv(tensor_parallel: int, kv_heads: int) -> bool:
-    return kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0
 
 
 def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
@@ -614,5 +610,9 @@ def check_config(config: Config, world_size: int | None = None, shape: ModelShap
     return shape
 
 
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    return ", ".join(map(str, divisors(n)))

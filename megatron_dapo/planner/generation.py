@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from megatron_dapo.config.rollout import SamplerConfig
+from megatron_dapo.config.schema import divisors
 from megatron_dapo.planner.server_model import DecodeModel, FleetModel, Sequence, ServerModel
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.fill_policy import FillPolicy, YieldEstimate
@@ -230,5 +231,4 @@ def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0
 
 def part_of(work: Workload, fleet: Fleet) -> int:
     """In how many equal parts a large fleet is divided; one is simulated. Enough groups remain for the tails."""
-    divisors = [n for n in range(1, fleet.servers + 1) if fleet.servers % n == 0]
-    return max(n for n in divisors if n == 1 or work.prompts // n >= PART)
+    return max(n for n in divisors(fleet.servers) if n == 1 or work.prompts // n >= PART)

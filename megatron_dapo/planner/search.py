@@ -15,7 +15,7 @@ from megatron_dapo.config import Config, ConfigError, ModelShape, check_model, c
 from megatron_dapo.config.critic import CriticConfig
 from megatron_dapo.config.load import apply_overrides, as_settings
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.config.schema import stage_ends
+from megatron_dapo.config.schema import divisors, stage_ends
 from megatron_dapo.planner.assumptions import FRAGMENTATION, FRAGMENTATION_BESIDE_ENGINE, MARGIN
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.memory import Layers, TrainerMemory, static_memory, trainer_memory
@@ -158,8 +158,8 @@ def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
     """Every legal layout on these GPUs that fits with the margin. Other settings (optimizer, precision, …) are those of
     `given`, except where a layout does not allow them."""
     shape = task.shape
-    tensor = [n for n in _divisors(shape.heads) if n <= task.cluster.gpus_per_node]
-    expert = [n for n in _divisors(shape.experts) if n <= 64] if shape.is_moe else [1]
+    tensor = [n for n in divisors(shape.heads) if n <= task.cluster.gpus_per_node]
+    expert = [n for n in divisors(shape.experts) if n <= 64] if shape.is_moe else [1]
     for tp, pp, cp, ep in product(tensor, range(1, MODEL_PARALLEL_LIMIT + 1), (1, 2, 4, 8), expert):
         if task.world % (tp * pp * cp) or task.world // pp % ep:
             continue
@@ -243,7 +243,3 @@ def rank(found: list[Candidate]) -> list[Candidate]:
 def order(candidate: Candidate) -> tuple[float, float]:
     """Sort key: fastest first, then least memory."""
     return candidate.seconds, candidate.memory.total
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

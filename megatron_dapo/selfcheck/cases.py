@@ -18,6 +18,7 @@ from typing import Any, get_args
 from megatron_dapo.config import Config, ModelShape, check_model, check_world, parse_config
 from megatron_dapo.config.algorithm import Aggregation
 from megatron_dapo.config.policy import Fp8Config
+from megatron_dapo.config.schema import divisors
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.megatron.options import hardware_needs
@@ -368,15 +369,11 @@ def _random_layout(rng: random.Random, world: int, *, experts: bool) -> LayoutSp
         sizes["vpp"] = 2
     if experts:
         stage = world // sizes["pp"]
-        sizes["ep"] = rng.choice(_divisors(stage))
-        sizes["etp"] = rng.choice([1, *_divisors(stage // sizes["ep"])])
+        sizes["ep"] = rng.choice(divisors(stage))
+        sizes["etp"] = rng.choice([1, *divisors(stage // sizes["ep"])])
     split = sizes["tp"] > 1 and (experts or rng.random() < 0.6)
     parts = [f"{kind}{size}" for kind, size in sizes.items() if size > 1]
     return LayoutSpec.parse("".join([*parts, *(["sp"] if split else []), *(["do"] if rng.random() < 0.5 else [])]))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _prime_factors(number: int) -> Iterator[int]:
