@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -313,16 +314,10 @@ class Planner:
         """The fewest keys that make it fit; among those, the fastest. None: nothing fits."""
         for pair in sorted(self.pairs(found), key=lambda pair: (len(pair.changes(self.config)), pair.seconds)):
             changes = pair.changes(self.config)
-            if self.accepts(changes):
+            with contextlib.suppress(ConfigError):
+                with_changes(self.config, changes)
                 return changes
         return None
-
-    def accepts(self, changes: dict[str, Any]) -> bool:
-        try:
-            with_changes(self.config, changes)
-        except ConfigError:
-            return False
-        return True
 
     def step(self) -> float | None:
         """Seconds of a step as configured; None: it does not fit."""

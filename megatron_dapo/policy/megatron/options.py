@@ -29,7 +29,7 @@ from megatron.core.transformer.enums import AttnBackend
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dapo.config import ConfigError, ModelShape
-from megatron_dapo.config.policy import Fp8Config, MoEConfig, PolicyConfig
+from megatron_dapo.config.policy import MoEConfig, PolicyConfig
 from megatron_dapo.policy.megatron import cpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
@@ -426,24 +426,15 @@ def _machine(policy: PolicyConfig, te: bool) -> list[str]:
 
 
 def _without_hardware(policy: PolicyConfig) -> PolicyConfig:
+    """With the defaults of everything in `hardware_needs`."""
+    defaults = PolicyConfig()
     modules = [module for module in policy.recompute_modules if module != "moe_act"]
+    dispatcher = "alltoall" if policy.moe.dispatcher == "flex" else policy.moe.dispatcher
+    state = ("cpu_offload", "precision_aware", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    plain = {name: getattr(defaults.optimizer, name) for name in state}
+    of_cuda = ("fp8", "attention_backend", "cp_comm_type", "tp_comm_overlap", "gradient_accumulation_fusion")
     return policy.model_copy(
-        update={
-            "fp8": Fp8Config(),
-            "attention_backend": "auto",
-            "cp_comm_type": None,
-            "tp_comm_overlap": False,
-            "gradient_accumulation_fusion": None,
-            "recompute_modules": modules or ["core_attn"],
-            "moe": MoEConfig(dispatcher="alltoall" if policy.moe.dispatcher == "flex" else policy.moe.dispatcher),
-            "optimizer": policy.optimizer.model_copy(
-                update={
-                    "cpu_offload": 0.0,
-                    "precision_aware": False,
-                    "main_params_dtype": "fp32",
-                    "exp_avg_dtype": "fp32",
-                    "exp_avg_sq_dtype": "fp32",
-                }
-            ),
-        }
+        update={name: getattr(defaults, name) for name in of_cuda}
+        | {"recompute_modules": modules or ["core_attn"], "moe": MoEConfig(dispatcher=dispatcher)}
+        | {"optimizer": policy.optimizer.model_copy(update=plain)}
     )
