@@ -258,12 +258,7 @@ def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
 
 
 def _read_answer(row: dict[str, Any], config: PromptFileConfig, required: bool) -> str:
-    try:
-        column, value = _find(row, config.answer_column, ANSWER_COLUMNS, "answer")
-    except MissingColumn:
-        if required:
-            raise
-        return ""
+    column, value = _find(row, config.answer_column, ANSWER_COLUMNS, "answer", required)
     return "" if value is None and not required else _answer(value, column, config.answer_marker)
 
 
@@ -302,7 +297,8 @@ def _role(message: Any) -> str:
 
 
 def _tools(row: dict[str, Any], config: PromptFileConfig) -> list[dict[str, Any]]:
-    column, value = _optional(row, config.tools_column, "tools")
+    wanted = config.tools_column
+    column, value = _find(row, wanted, ("tools",), "tools", required=wanted is not None)
     value = _parsed(value, column)
     if value in (None, []):
         return []
@@ -313,7 +309,8 @@ def _tools(row: dict[str, Any], config: PromptFileConfig) -> list[dict[str, Any]
 
 def _environment(row: dict[str, Any], config: PromptFileConfig) -> dict[str, Any]:
     """{"name": …, "arguments": {…}} from a name, or from an object with both; empty if the row has none."""
-    column, value = _optional(row, config.environment_column, "environment")
+    wanted = config.environment_column
+    column, value = _find(row, wanted, ("environment",), "environment", required=wanted is not None)
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _parsed(value, column)
     if value in (None, "", {}):
@@ -325,16 +322,6 @@ def _environment(row: dict[str, Any], config: PromptFileConfig) -> dict[str, Any
     if not isinstance(arguments, dict | None):
         raise BadRow(f"{column}.arguments: expected an object, found {type(arguments).__name__}")
     return {"name": found["name"], "arguments": arguments or {}}
-
-
-def _optional(row: dict[str, Any], wanted: str | None, usual: str) -> tuple[str, Any]:
-    """A column that rows need not have; one that the configuration names must be there."""
-    try:
-        return _find(row, wanted, (usual,), usual)
-    except MissingColumn:
-        if wanted:
-            raise
-        return usual, None
 
 
 def _parsed(value: Any, column: str) -> Any:
@@ -352,13 +339,18 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _find(row: dict[str, Any], wanted: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Any]:
+def _find(
+    row: dict[str, Any], wanted: str | None, usual: tuple[str, ...], what: str, required: bool = True
+) -> tuple[str, Any]:
+    """The column and its value: the one that the configuration names, or the first of the usual ones."""
     for column in (wanted,) if wanted else usual:
         value: Any = row
         for part in [column] if column in row else column.split("."):
             value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
         if value is not _ABSENT:
             return column, value
+    if not required:
+        return usual[0], None
     names = f"column {wanted!r}" if wanted else f"{what} column ({', '.join(usual)})"
     raise MissingColumn(f"no {names}; the row has {', '.join(sorted(map(str, row)))}")
 
