@@ -27,10 +27,9 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.planner import assumptions
+from megatron_dapo.planner.assumptions import GIB
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.parameters import adapter_parameters, count_parameters
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

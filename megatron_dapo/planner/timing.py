@@ -22,7 +22,6 @@ from megatron_dapo.planner.workload import Workload
 class Split:
     """A mini-batch, split over data-parallel ranks."""
 
-    data_parallel: int
     tokens: float  # on the busiest rank (all its context-parallel ranks together)
     responses: float  # response tokens among them
     micro_batches: int
@@ -45,7 +44,7 @@ def split_update(policy: PolicyConfig, work: Workload, world: int) -> Split:
         micro_batches = max(1, math.ceil(tokens / (policy.micro_batch_tokens * assumptions.FILL)))
     if policy.virtual_pipeline > 1:
         micro_batches = math.ceil(micro_batches / policy.pipeline_parallel) * policy.pipeline_parallel
-    return Split(dp, tokens, tokens * work.mean_response / work.mean_length, micro_batches)
+    return Split(tokens, tokens * work.mean_response / work.mean_length, micro_batches)
 
 
 def most_micro_batches(policy: PolicyConfig, work: Workload, world: int) -> int:
