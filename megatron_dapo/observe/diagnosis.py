@@ -10,7 +10,7 @@ Each rule is explained in the section of docs/diagnosis.md that has its name.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -41,18 +41,13 @@ class History:
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
         self._start: dict[str, list[float]] = {}
-        self._recent: dict[str, deque[float]] = {}
+        self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
 
     def advance(self, metrics: Mapping[str, float]) -> None:
         for name, value in self.now.items():
             if math.isfinite(value):
-                if name not in self._recent:
-                    self._recent[name] = deque(maxlen=WINDOW)
                 self._recent[name].append(value)
         self.now = dict(metrics)
-        length = metrics.get("rollout/length_trained")
-        if length is not None:
-            self.now["length"] = length
         for name, value in self.now.items():
             start = self._start.setdefault(name, [])
             if len(start) < BASELINE and math.isfinite(value):
@@ -186,7 +181,7 @@ def _truncated(history: History) -> str | None:
 
 
 def _length_collapse(history: History) -> str | None:
-    now, start = history.get("length"), history.start("length")
+    now, start = history.get("rollout/length_trained"), history.start("rollout/length_trained")
     if now is None or start is None or now >= 0.3 * start:
         return None
     return f"responses shrank to {now:.0f} tokens, from {start:.0f} at the start"

@@ -144,17 +144,18 @@ class Observer:
         """Records scores after `step`. Scores that are already recorded for this step are not recorded again."""
         self._align(step)
         record = Record(step, EVAL, plain_numbers(metrics))
-        recorded = (*self._file.records, *self._records.waiting)
-        known = {name for r in recorded if (r.step, r.kind) == (step, EVAL) for name in r.metrics}
-        if not set(record.metrics) <= known:
+        if not set(record.metrics) <= {name for known in self._evaluations(step) for name in known.metrics}:
             self._warn_all(self._records.put(record))
             self._track(record)
         self._show(lambda console: console.evaluation(step, record.metrics))
 
     def has_evaluation(self, step: int) -> bool:
         """Whether scores after `step` are recorded, which is so if a run was stopped after evaluating and resumed."""
+        return self._aligned and bool(self._evaluations(step))
+
+    def _evaluations(self, step: int) -> list[Record]:
         recorded = (*self._file.records, *self._records.waiting)
-        return self._aligned and any((r.step, r.kind) == (step, EVAL) for r in recorded)
+        return [record for record in recorded if (record.step, record.kind) == (step, EVAL)]
 
     def warn(self, message: str) -> None:
         """Shown, written to logs/warnings.log, and sent to the webhook."""
