@@ -193,8 +193,7 @@ class Checkpoints:
 
     def _conclude(self, save: _Save) -> SaveReport:
         self._running = self._verified = None
-        results: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(results, (save.error, save.seconds, save.no_room), group=self.runtime.control)
+        results = self.runtime.gather((save.error, save.seconds, save.no_room))
         failed = [(rank, error) for rank, (error, *_) in enumerate(results) if error]
         no_room = any(result[2] for result in results)
         error = None
@@ -235,9 +234,7 @@ class Checkpoints:
         missing = self._buffers.missing(host_sizes(policy))
         if self._critic is not None:
             missing += self._critic_buffers.missing(host_sizes(self._critic))
-        mine = (socket.gethostname(), missing, available_host_memory())
-        ranks: list[Any] = [mine] * self.runtime.world_size
-        dist.all_gather_object(ranks, mine, group=self.runtime.control)
+        ranks = self.runtime.gather((socket.gethostname(), missing, available_host_memory()))
         for node in sorted({host for host, _, _ in ranks}):
             needed = sum(missing for host, missing, _ in ranks if host == node)
             free = min(free for host, _, free in ranks if host == node)
@@ -379,10 +376,8 @@ class Checkpoints:
             return problems
         largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
         mine = largest_first[self.runtime.rank :: self.runtime.world_size]
-        lines: list[list[str]] = [[]] * self.runtime.world_size
         damaged = damaged_files(path, {name: files[name] for name in mine})
-        dist.all_gather_object(lines, damaged, group=self.runtime.control)
-        problems = [line for part in lines for line in part]
+        problems = [line for part in self.runtime.gather(damaged) for line in part]
         self._verified = self._verified if problems else path
         return problems
 
@@ -449,8 +444,7 @@ class Checkpoints:
         except Exception as error:
             fits = not isinstance(error, DoesNotFit)
             problem = (f"{type(error).__name__}: {error}" if fits else str(error)).splitlines()[0]
-        found: list[tuple[bool, str | None]] = [(True, None)] * self.runtime.world_size
-        dist.all_gather_object(found, (fits, problem), group=self.runtime.control)
+        found = self.runtime.gather((fits, problem))
         fits, problem = min(((fits, line) for fits, line in found if line), default=(True, None))
         if not fits:  # nor would an earlier one
             raise ConfigError(f"cannot resume: {problem}. Use the saved settings, or another trainer.run_dir")

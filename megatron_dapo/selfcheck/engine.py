@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
@@ -42,7 +41,6 @@ from megatron_dapo.trainer.signals import Stopped
 from megatron_dapo.trainer.train_step import check_gate, share_batch
 from megatron_dapo.types import Sample, Tokens
 
-T = TypeVar("T")
 Sketches = dict[str, NDArray[Any]]  # as of `layers.Recorder.end`
 PROBE_TOKENS = 2048  # at most
 REPEATED_SAMPLES, REPEATED_TOKENS = 4, 256  # which an engine computes twice
@@ -133,7 +131,7 @@ class EngineCheck(Trainer):
                 bucket = [(name, tensor.float()) for name, tensor in bucket]
             if len(bucket):  # else it is another rank's
                 sums |= checksums_of(flatten(bucket)).read()
-        return {name: found for rank in self._gather(sums) for name, found in rank.items()}
+        return {name: found for rank in self.runtime.gather(sums) for name, found in rank.items()}
 
     def _sketches(self, probe: Tokens) -> Sketches:
         """The trainer's, of the layers of all ranks."""
@@ -153,7 +151,7 @@ class EngineCheck(Trainer):
             hook.remove()
         rows = [micro.routed for micro in micro_batches]  # −1: padding
         whole: Sketches = {}
-        for rank in self._gather({name: list(zip(rows, parts, strict=True)) for name, parts in found.items()}):
+        for rank in self.runtime.gather({name: list(zip(rows, parts, strict=True)) for name, parts in found.items()}):
             for name, parts in rank.items():
                 table = whole.setdefault(name, np.zeros((len(probe), 1 + layers.PROJECTIONS), np.float32))
                 for places, values in parts:
@@ -168,11 +166,6 @@ class EngineCheck(Trainer):
             yield from ((str(layer.layer_number), layer) for layer in chunk.decoder.layers)
             if chunk.post_process:
                 yield layers.FINAL, chunk.decoder.final_layernorm
-
-    def _gather(self, mine: T) -> list[T]:
-        found: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(found, mine, group=self.runtime.control)
-        return found
 
 
 def _probe(samples: list[Sample]) -> Tokens:

@@ -13,7 +13,7 @@ import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import RankError
 from megatron_dapo.policy.megatron import cpu, patches
 from megatron_dapo.processes.fork_ranks import Rendezvous
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,19 @@ class Runtime:
         """Global rank of the last pipeline stage of this rank's pipeline."""
         return dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
 
+    def gather(self, mine: T) -> list[T]:
+        """Collective. What each rank passes, in the order of the ranks, on all of them."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, mine, group=self.control)
+        return found
+
     def raise_together(self, error: Exception | None, doing: str) -> None:
         """Collective. If any rank passes an error, all ranks raise RankError with the reason of the lowest of them."""
         failed = torch.tensor([int(error is not None)])
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control)
         if not failed.item():
             return
-        reasons: list[str | None] = [None] * self.world_size
-        mine = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(reasons, mine, group=self.control)
+        reasons = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         lines = [f"rank {rank} failed while {doing}: {reason}" for rank, reason in enumerate(reasons) if reason]
         more = f" (and {len(lines) - 1} more ranks)" if len(lines) > 1 else ""
         raise RankError(lines[0] + more) from error
