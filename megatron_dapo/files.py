@@ -177,12 +177,18 @@ def has_room(path: Path, size: int) -> bool:
     return found.f_bavail * found.f_frsize > size and (not found.f_files or found.f_favail > SOME_INODES)
 
 
-def _room(path: Path) -> str:
-    """Free space at `path` or its nearest parent that exists, and whether it is file entries that are missing."""
+def existing_parent(path: Path) -> Path:
+    """The path itself or its nearest existing parent: the run creates missing folders."""
+    path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
+    return path
+
+
+def _room(path: Path) -> str:
+    """Free space at `path` or its nearest parent that exists, and whether it is file entries that are missing."""
     try:
-        found = os.statvfs(path)
+        found = os.statvfs(existing_parent(path))
     except OSError:
         return ""
     if found.f_files and not found.f_favail:

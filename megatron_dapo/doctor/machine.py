@@ -20,7 +20,7 @@ from megatron_dapo.data import load_tokenizer
 from megatron_dapo.doctor.check import Check, CommandRunner, last_line, run_command
 from megatron_dapo.doctor.software import sglang_pairing
 from megatron_dapo.errors import UserError
-from megatron_dapo.files import file_system
+from megatron_dapo.files import existing_parent, file_system
 from megatron_dapo.weights.locate import check_model_directory
 
 SGLANG_PROBE = "import torch, sglang; print('found', sglang.__version__, torch.__version__)"
@@ -31,14 +31,6 @@ WRITE_BYTES = 64 << 20
 MOST_SKEW_SECONDS = 2.0
 # Bytes of a checkpoint per parameter: bf16 weights, and the optimizer's fp32 copy and two moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 14
-
-
-def existing_parent(path: Path) -> Path:
-    """The path itself or its nearest existing parent: the run creates missing folders."""
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def run_directory(
