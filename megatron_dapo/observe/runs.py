@@ -24,7 +24,7 @@ from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import timeline, transcripts
 from megatron_dapo.observe.console import STATUS, duration, percent, printable, read_status
 from megatron_dapo.observe.diagnosis import Finding, Watch
-from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, filter_yield, read_records, update_speed
+from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, filter_yield, read_records, skipping, update_speed
 from megatron_dapo.observe.transcripts import Transcript
 
 WARNINGS_SHOWN = 200
@@ -161,20 +161,20 @@ def find_runs(folder: Path, depth: int = 3) -> list[Path]:
 def current_status(directory: Path) -> dict[str, Any]:
     """What the run does now. `silent`: seconds since the last sign of life, if there should have been one."""
     status = read_status(directory) or {"state": "not started", "phases": []}
-    age = time.time() - float(status.get("updated") or 0.0)
-    running = status.get("state") == "running"
+    age = time.time() - status.get("updated", 0.0)
     for phase in status["phases"]:
         phase["seconds"] = max(0.0, time.time() - phase.pop("since"))
-    return status | {"silent": age if running and age > SILENT_AFTER else None}
+    return status | {"silent": age if status["state"] == "running" and age > SILENT_AFTER else None}
 
 
 def last_records(file: Path) -> dict[str, Record]:
     """The newest record of each kind among the last ones, without reading the whole file."""
     found: dict[str, Record] = {}
     with suppress(OSError), file.open("rb") as lines:
-        lines.seek(max(0, file.stat().st_size - TAIL))
-        for line in lines.read().split(b"\n")[:-1]:
-            with suppress(ValueError, KeyError, TypeError, AttributeError):  # the first one may be a part of a line
+        start = lines.seek(max(0, file.stat().st_size - TAIL))
+        complete = lines.read().split(b"\n")[start > 0 : -1]
+        for line in filter(bytes.strip, complete):
+            with skipping(f"{file}, a line near its end"):
                 record = Record.from_line(line.decode())
                 found[record.kind] = record
     return found
@@ -284,8 +284,7 @@ def record_environment(run_dir: Path, ranks: int) -> None:
 
 
 def read_environment(run_dir: Path) -> list[dict[str, Any]]:
-    try:
+    with skipping(run_dir / ENVIRONMENT):
         found = json.loads((run_dir / ENVIRONMENT).read_text())
-    except (OSError, ValueError):
-        return []
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        return [entry for entry in found if isinstance(entry, dict)]
+    return []

@@ -91,13 +91,6 @@ DISK_TOTAL_BYTES_PER_SECOND = 20e9  # and to all nodes together
 LOAD_BYTES_PER_SECOND = 90e9
 # One NCCL broadcast of a large bucket to many GPUs; more than the network's share only inside a node.
 BROADCAST_LIMIT = 100e9
-# Other systems, from gathered parameters to engines: 14 and 20 GB/s (verl, H20), 23 GB/s (miles, H100).
-PEER_BROADCAST_BYTES_PER_SECOND = 20e9
-PEER_PAUSE_SECONDS = 0.3  # besides the transfer; assumed
-# Besides its phases, in a step of another system whose engines and trainer take turns: wake-ups, rewards, moving the
-# batch. Fitted to NeMo-RL's five such steps on H100.
-PEER_TURN_SECONDS = 25.0
-PEER_IPC_BYTES_PER_SECOND = 18.6e9  # tensor by tensor; measured here before buckets were flat: 3.1 GB in 0.166 s
 # SGLang's loader for one tensor: the 339 of a dense model cost next to nothing beside their bytes. For the tensor of an
 # expert it searches a list of 3 × experts (80 ns a comparison: 0.89 s of CPU time for 18 432 names on a busy virtual
 # machine, a third of that on a server's core) and finds its place. Together 100 µs for each of 6144 experts' tensors on
