@@ -279,8 +279,10 @@ class Rollouts:
         return report
 
     def keep_weights(self, version: int) -> None:
-        """The engines' weights are those of `version` as well: no update comes before it."""
-        self.served_version = version
+        """The weights of `version` are those before it: no group is older at it, and engines that have them can
+        generate for it. Those that share the GPUs have given theirs up."""
+        if self.served_version is not None and not self._config.rollout.shares_gpus:
+            self.served_version = version
         if self._driver is not None:
             self._driver.keep_weights(version)
 
