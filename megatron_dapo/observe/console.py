@@ -260,13 +260,10 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     """What `StatusFile` wrote; None if there is nothing of it."""
     path = run_dir / "logs" / STATUS
     with skipping(path):
-        found = json.loads(path.read_text())
-        numbers = [name for name in ("step", "total", "remaining", "updated") if found.get(name) is not None]
-        phases = [
-            {"name": str(phase["name"]), "text": str(phase.get("text", "")), "since": finite(phase["since"])}
-            for phase in found["phases"]
-        ]
-        return {"state": str(found["state"]), "phases": phases, **{name: finite(found[name]) for name in numbers}}
+        raw = json.loads(path.read_text())
+        numbers = [name for name in ("step", "total", "remaining", "updated") if raw.get(name) is not None]
+        phases = [{"name": str(p["name"]), "text": str(p["text"]), "since": finite(p["since"])} for p in raw["phases"]]
+        return {"state": str(raw["state"]), "phases": phases, **{name: finite(raw[name]) for name in numbers}}
     return None
 
 

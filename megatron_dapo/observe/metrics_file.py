@@ -32,8 +32,7 @@ DROPPED = "rollout/dropped/"
 NOT_FILTERED = ("unfinished", "stale", "surplus")
 LONGEST_PAUSE = 64  # items
 T = TypeVar("T")
-# Raised while JSON is read that is damaged, or holds something else than a run writes.
-DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # raised by such JSON
 warn_once = cache(logging.getLogger(__name__).warning)  # `watch` reads a file again and again
 
 
@@ -76,8 +75,7 @@ def finite(value: Any) -> float:
 
 @contextmanager
 def skipping(what: object) -> Iterator[None]:
-    """For JSON that a run wrote: what is damaged, or something else, is skipped and named once. `what`: its file. A
-    file that cannot be opened is skipped as well."""
+    """JSON that is damaged or something else is skipped and named once (`what`); a missing file is skipped."""
     try:
         yield
     except OSError:

@@ -135,9 +135,8 @@ def _axes(run: Run) -> dict[str, list[float]]:
     tokens = [r.metrics.get("train/batch_tokens", r.metrics.get("train/tokens", 0.0)) for r in run.steps]
     hours = [r.metrics.get("time/step", 0.0) / 3600 for r in run.steps]
     kept = range(0, len(run.steps), max(1, len(run.steps) // 1000))
-    known = {"tokens": tokens, "hours": hours}.items()
-    sums = {name: np.cumsum(np.nan_to_num(values, posinf=0.0, neginf=0.0)) for name, values in known}
-    found = {name: [float(f"{values[i]:.6g}") for i in kept] for name, values in sums.items()}
+    sums = zip(("tokens", "hours"), np.nan_to_num([tokens, hours], posinf=0, neginf=0).cumsum(axis=1), strict=True)
+    found = {name: [float(f"{values[i]:.6g}") for i in kept] for name, values in sums}
     return {"steps": [run.steps[i].step for i in kept], **found}
 
 

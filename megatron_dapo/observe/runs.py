@@ -32,6 +32,7 @@ TAIL = 1 << 18  # bytes of metrics.jsonl
 SILENT_AFTER = 120.0  # seconds without a sign of life; the longest part of a step that reports nothing
 OWN_KEYS = ("trainer.run_dir", "slurm.job_name")  # differ between any two runs
 ENVIRONMENT = "environment.json"
+CLOCK = "%Y-%m-%d %H:%M:%S %z"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
@@ -102,12 +103,8 @@ def load_run(directory: Path, name: str, *, running: bool = False, metrics: bool
         warnings=warnings,
         starts=read_environment(directory),
         timeline=timeline.read_newest(directory),
-        last_change=_local_time(file.stat().st_mtime) if records else "",
+        last_change=time.strftime(CLOCK, time.localtime(file.stat().st_mtime)) if records else "",
     )
-
-
-def _local_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
 
 
 def _with_derived(record: Record) -> Record:
@@ -172,8 +169,7 @@ def last_records(file: Path) -> dict[str, Record]:
     found: dict[str, Record] = {}
     with suppress(OSError), file.open("rb") as lines:
         start = lines.seek(max(0, file.stat().st_size - TAIL))
-        complete = lines.read().split(b"\n")[start > 0 : -1]
-        for line in filter(bytes.strip, complete):
+        for line in filter(bytes.strip, lines.read().split(b"\n")[start > 0 : -1]):  # complete lines
             with skipping(f"{file}, a line near its end"):
                 record = Record.from_line(line.decode())
                 found[record.kind] = record
@@ -217,11 +213,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _config(path: Path) -> dict[str, str]:
     """Flat. Empty if there is no readable config.yaml: the curves can be shown without it."""
-    try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {key: _text(value) for key, value in leaves(raw)} if raw and isinstance(raw, dict) else {}
+    with skipping(path):
+        return {key: _text(value) for key, value in leaves(parse_yaml(path.read_text(encoding="utf-8"))) if key}
+    return {}
 
 
 def _text(value: Any) -> str:
@@ -245,7 +239,7 @@ def describe(ranks: int = 1) -> dict[str, Any]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit(), "versions": versions,
+        "started": time.strftime(CLOCK), "commit": commit(), "versions": versions,
         "hardware": hardware(ranks), "ranks": ranks, "slurm_job": os.environ.get("SLURM_JOB_ID"),
     }  # fmt: skip
 

@@ -146,15 +146,13 @@ def read(folder: Path, steps: Iterable[int] | None = None) -> list[Transcript]:
     found: list[Transcript] = []
     for step in recorded_steps(folder) if steps is None else steps:
         file = folder / f"step_{step:06d}.jsonl"
-        try:
+        with skipping(file):  # a resumed run may have just removed it
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # a resumed run has just removed it
-            continue
-        for number, line in enumerate(lines, start=1):
-            with skipping(f"{file}, line {number}"):
-                fields = json.loads(line, parse_constant=lambda name: None)  # a custom grader's score may be NaN
-                if "prompts" not in fields:  # as the first line
-                    found.append(_checked(Transcript(**fields | {"step": step})))
+            for number, line in enumerate(lines, start=1):
+                with skipping(f"{file}, line {number}"):
+                    fields = json.loads(line, parse_constant=lambda name: None)  # a custom grader's score may be NaN
+                    if "prompts" not in fields:  # as the first line
+                        found.append(_checked(Transcript(**fields | {"step": step})))
     return found
 
 

@@ -93,13 +93,10 @@ class WatchedRuns:
 
     def _signature(self) -> str:
         text = []
-        for directory in self.directories:
-            for name in FILES:
-                try:
-                    stat = (directory / name).stat()
-                    text.append(f"{name} {stat.st_mtime_ns} {stat.st_size}")
-                except OSError:
-                    text.append(f"{name} -")
+        for file in (directory / name for directory in self.directories for name in FILES):
+            with skipping(file):  # a run that has just started has few of them
+                stat = file.stat()
+                text.append(f"{file} {stat.st_mtime_ns} {stat.st_size}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def _folder(self, query: Query) -> Path:
@@ -201,7 +198,7 @@ def _measurements(directory: Path) -> Iterator[tuple[str, dict[str, object], flo
             found = json.loads(path.read_text())
             labels = {"rank": path.stem.removeprefix("rank_"), "host": found.get("host", "")}
             values = {"heartbeat_age_seconds": time.time() - finite(found.get("time", 0.0))}
-            values |= {"progress": found.get("progress", 0)}
+            values["progress"] = found.get("progress", 0)
             values |= {f"gpu_{name}": value for name, value in found.get("gpu", {}).items()}
             yield from [(f"{own}rank_{name}", labels, float(finite(value))) for name, value in values.items()]
 

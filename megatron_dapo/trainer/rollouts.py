@@ -279,8 +279,7 @@ class Rollouts:
         return report
 
     def keep_weights(self, version: int) -> None:
-        """The weights of `version` are those before it: no group is older at it, and engines that have them can
-        generate for it. Those that share the GPUs have given theirs up."""
+        """`version` has the weights of the one before it: no group ages, and engines that keep them serve it."""
         if self.served_version is not None and not self._config.rollout.shares_gpus:
             self.served_version = version
         if self._driver is not None:

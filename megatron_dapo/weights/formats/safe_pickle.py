@@ -133,17 +133,10 @@ def load_metadata(data: bytes) -> PickledObject:
 class Opaque(PickledObject):
     """Stands in for any other class; accepts whatever a pickle does to an object."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def add(self, *values: Any) -> None:
         pass
 
-    def append(self, value: Any) -> None:
-        pass
-
-    def extend(self, values: Any) -> None:
-        pass
-
-    def add(self, value: Any) -> None:
-        pass
+    __setitem__ = append = extend = add
 
 
 # Packages whose objects may occur beside the weights in a file of Megatron; all of them become `Opaque`.
