@@ -17,13 +17,16 @@ def main() -> int:
             return run_command()
         finally:  # --help ends with SystemExit
             print(end="", flush=True)
+    except SystemExit as end:  # rich ends so, and leaves /dev/null as the output
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
     except BrokenPipeError:
         output = select.poll()
         output.register(1, 0)
         if not output.poll(0):  # it was another pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at exit
-        return 128 + signal.SIGPIPE  # `head` has read enough
+    return 128 + signal.SIGPIPE  # `head` has read enough
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dapo.files import write_atomically
-from megatron_dapo.observe.metrics_file import filter_yield, update_speed
+from megatron_dapo.observe.metrics_file import filter_yield, finite, skipping, update_speed
 from megatron_dapo.types import SamplerProgress
 
 STATUS = "status.json"
@@ -257,11 +257,14 @@ class StatusFile(Console):
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((run_dir / "logs" / STATUS).read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    """What `StatusFile` wrote; None if there is nothing of it."""
+    path = run_dir / "logs" / STATUS
+    with skipping(path):
+        raw = json.loads(path.read_text())
+        numbers = [name for name in ("step", "total", "remaining", "updated") if raw.get(name) is not None]
+        phases = [{"name": str(p["name"]), "text": str(p["text"]), "since": finite(p["since"])} for p in raw["phases"]]
+        return {"state": str(raw["state"]), "phases": phases, **{name: finite(raw[name]) for name in numbers}}
+    return None
 
 
 @contextmanager

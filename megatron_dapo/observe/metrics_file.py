@@ -16,8 +16,8 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,7 @@ DROPPED = "rollout/dropped/"
 NOT_FILTERED = ("unfinished", "stale", "surplus")
 LONGEST_PAUSE = 64  # items
 T = TypeVar("T")
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # raised by such JSON
 warn_once = cache(logging.getLogger(__name__).warning)  # `watch` reads a file again and again
 
 
@@ -61,7 +62,26 @@ def _number(value: Any) -> float:
         return math.nan
     if not isinstance(value, str | int | float):
         raise TypeError(f"{value!r} is not a number")
-    return float(value) if isinstance(value, str) else value
+    number = float(value)  # also of an integer, which may be too large for what is computed from it
+    return value if isinstance(value, int) else number
+
+
+def finite(value: Any) -> float:
+    """Raises one of DAMAGED for anything but a finite number."""
+    if not math.isfinite(number := _number(value)):
+        raise ValueError(f"{value!r} is not finite")
+    return number
+
+
+@contextmanager
+def skipping(what: object) -> Iterator[None]:
+    """JSON that is damaged or something else is skipped and named once (`what`); a missing file is skipped."""
+    try:
+        yield
+    except OSError:
+        return
+    except DAMAGED as error:
+        warn_once(f"{what}: skipped, it is not what a run writes ({type(error).__name__}: {str(error)[:100]})")
 
 
 def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -148,7 +168,7 @@ def parse_records(path: Path) -> tuple[list[Record], dict[int, tuple[bytes, str]
             continue
         try:
             records.append(Record.from_line(line.decode()))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except DAMAGED as error:
             damaged[number] = line, str(error)
     return records, damaged
 

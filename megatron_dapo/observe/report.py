@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo import __version__
+from megatron_dapo.config.base import leaves
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.figures import Figure, figures_of
@@ -50,7 +51,7 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, page_of(payload(runs)).encode())
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ReportError(f"{target}: the report cannot be written: {error}") from None
     return target
 
@@ -116,7 +117,7 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "steps": len(steps),
         "last_step": max([*steps, *(r.step for r in run.evaluations)], default=0),
-        "seconds": sum(_finite(run.series("time/step")[1])),
+        "seconds": sum(value for value in run.series("time/step")[1] if value - value == 0),
         "about": about(run),
         "timeline": run.timeline,
         "summary": _summary(run),
@@ -134,8 +135,8 @@ def _axes(run: Run) -> dict[str, list[float]]:
     tokens = [r.metrics.get("train/batch_tokens", r.metrics.get("train/tokens", 0.0)) for r in run.steps]
     hours = [r.metrics.get("time/step", 0.0) / 3600 for r in run.steps]
     kept = range(0, len(run.steps), max(1, len(run.steps) // 1000))
-    sums = {"tokens": np.nancumsum(tokens), "hours": np.nancumsum(hours)}
-    found = {name: [float(f"{values[i]:.6g}") for i in kept] for name, values in sums.items()}
+    sums = zip(("tokens", "hours"), np.nan_to_num([tokens, hours], posinf=0, neginf=0).cumsum(axis=1), strict=True)
+    found = {name: [float(f"{values[i]:.6g}") for i in kept] for name, values in sums}
     return {"steps": [run.steps[i].step for i in kept], **found}
 
 
@@ -179,11 +180,11 @@ def about(run: Run) -> list[tuple[str, str]]:
         "model": config.get("policy.model", ""),
         "data": ", ".join(value for value in data if value not in ("", "[]", "null")),
         "commit": _distinct(starts, "commit"),
-        "versions": ", ".join(f"{name} {number}" for name, number in last.get("versions", {}).items()),
+        "versions": ", ".join(f"{name} {number}" for name, number in leaves(last.get("versions", {})) if name),
         "hardware": _distinct(starts, "hardware"),
         "started": str(first.get("started", "")),
         "last change": run.last_change,
-        "starts": f"{len(starts)}, the last at {last['started']}" if len(starts) > 1 else "",
+        "starts": f"{len(starts)}, the last at {last.get('started')}" if len(starts) > 1 else "",
     }
     return [(label, text) for label, text in found.items() if text]
 
@@ -191,10 +192,6 @@ def about(run: Run) -> list[tuple[str, str]]:
 def _distinct(starts: Sequence[dict[str, Any]], key: str) -> str:
     """A run may be resumed with another commit or on other hardware."""
     return ", then ".join(dict.fromkeys(str(start[key]) for start in starts if start.get(key)))
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return [value for value in values if value - value == 0]
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
@@ -206,10 +203,7 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 def sample_view(item: Transcript) -> dict[str, Any]:
     """As the explorer shows it."""
-    shown = asdict(item) | {"prompt": _shortened(item.prompt), "text": _shortened(item.text)}
-    if item.score is not None and item.score - item.score != 0:  # a custom grader may return NaN
-        shown["score"] = None
-    return shown
+    return asdict(item) | {"prompt": _shortened(item.prompt), "text": _shortened(item.text)}
 
 
 def _shortened(text: str) -> str:

@@ -24,7 +24,7 @@ from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import timeline, transcripts
 from megatron_dapo.observe.console import STATUS, duration, percent, printable, read_status
 from megatron_dapo.observe.diagnosis import Finding, Watch
-from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, filter_yield, read_records, update_speed
+from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, filter_yield, read_records, skipping, update_speed
 from megatron_dapo.observe.transcripts import Transcript
 
 WARNINGS_SHOWN = 200
@@ -32,6 +32,7 @@ TAIL = 1 << 18  # bytes of metrics.jsonl
 SILENT_AFTER = 120.0  # seconds without a sign of life; the longest part of a step that reports nothing
 OWN_KEYS = ("trainer.run_dir", "slurm.job_name")  # differ between any two runs
 ENVIRONMENT = "environment.json"
+CLOCK = "%Y-%m-%d %H:%M:%S %z"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
@@ -102,12 +103,8 @@ def load_run(directory: Path, name: str, *, running: bool = False, metrics: bool
         warnings=warnings,
         starts=read_environment(directory),
         timeline=timeline.read_newest(directory),
-        last_change=_local_time(file.stat().st_mtime) if records else "",
+        last_change=time.strftime(CLOCK, time.localtime(file.stat().st_mtime)) if records else "",
     )
-
-
-def _local_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
 
 
 def _with_derived(record: Record) -> Record:
@@ -161,20 +158,19 @@ def find_runs(folder: Path, depth: int = 3) -> list[Path]:
 def current_status(directory: Path) -> dict[str, Any]:
     """What the run does now. `silent`: seconds since the last sign of life, if there should have been one."""
     status = read_status(directory) or {"state": "not started", "phases": []}
-    age = time.time() - float(status.get("updated") or 0.0)
-    running = status.get("state") == "running"
+    age = time.time() - status.get("updated", 0.0)
     for phase in status["phases"]:
         phase["seconds"] = max(0.0, time.time() - phase.pop("since"))
-    return status | {"silent": age if running and age > SILENT_AFTER else None}
+    return status | {"silent": age if status["state"] == "running" and age > SILENT_AFTER else None}
 
 
 def last_records(file: Path) -> dict[str, Record]:
     """The newest record of each kind among the last ones, without reading the whole file."""
     found: dict[str, Record] = {}
     with suppress(OSError), file.open("rb") as lines:
-        lines.seek(max(0, file.stat().st_size - TAIL))
-        for line in lines.read().split(b"\n")[:-1]:
-            with suppress(ValueError, KeyError, TypeError, AttributeError):  # the first one may be a part of a line
+        start = lines.seek(max(0, file.stat().st_size - TAIL))
+        for line in filter(bytes.strip, lines.read().split(b"\n")[start > 0 : -1]):  # complete lines
+            with skipping(f"{file}, a line near its end"):
                 record = Record.from_line(line.decode())
                 found[record.kind] = record
     return found
@@ -217,11 +213,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _config(path: Path) -> dict[str, str]:
     """Flat. Empty if there is no readable config.yaml: the curves can be shown without it."""
-    try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {key: _text(value) for key, value in leaves(raw)} if raw and isinstance(raw, dict) else {}
+    with skipping(path):
+        return {key: _text(value) for key, value in leaves(parse_yaml(path.read_text(encoding="utf-8"))) if key}
+    return {}
 
 
 def _text(value: Any) -> str:
@@ -245,7 +239,7 @@ def describe(ranks: int = 1) -> dict[str, Any]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit(), "versions": versions,
+        "started": time.strftime(CLOCK), "commit": commit(), "versions": versions,
         "hardware": hardware(ranks), "ranks": ranks, "slurm_job": os.environ.get("SLURM_JOB_ID"),
     }  # fmt: skip
 
@@ -284,8 +278,7 @@ def record_environment(run_dir: Path, ranks: int) -> None:
 
 
 def read_environment(run_dir: Path) -> list[dict[str, Any]]:
-    try:
+    with skipping(run_dir / ENVIRONMENT):
         found = json.loads((run_dir / ENVIRONMENT).read_text())
-    except (OSError, ValueError):
-        return []
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        return [entry for entry in found if isinstance(entry, dict)]
+    return []

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.files import write_atomically
+from megatron_dapo.observe.metrics_file import skipping
 
 FOLDER = "traces"
 MOST_POINTS = 400  # of an engine's curve in the report
@@ -123,11 +124,11 @@ def read_newest(run_dir: Path) -> dict[str, Any] | None:
     if not traces:
         return None
     step = max(traces)
-    try:
-        found: list[dict[str, Any]] = json.loads(traces[step].read_text())["traceEvents"]
-        return {"step": step, **_summary(found)}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    with skipping(traces[step]):
+        found = _summary(json.loads(traces[step].read_text())["traceEvents"])
+        json.dumps(found, allow_nan=False)  # raises what the page could not contain
+        return {"step": step, **found}
+    return None
 
 
 def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 
 from megatron_dapo.files import remove, write_atomically
 from megatron_dapo.observe.console import printable
+from megatron_dapo.observe.metrics_file import finite, skipping
 from megatron_dapo.types import Group, Sample
 
 FILE = re.compile(r"step_(\d+)\.(?:txt|jsonl|npz)")
 VERDICTS = {True: "right", False: "wrong", None: "ungraded"}
 READABLE = 64  # responses in the .txt file
 Arrays = Mapping[str, NDArray[Any]]
+KINDS = {"prompt_id": str, "prompt": str, "text": str, "tokens": int, "place": int}  # of a transcript
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,29 +145,35 @@ def read(folder: Path, steps: Iterable[int] | None = None) -> list[Transcript]:
     """The transcripts of these steps, or of all, oldest step first. Lines that are not transcripts are skipped."""
     found: list[Transcript] = []
     for step in recorded_steps(folder) if steps is None else steps:
-        try:
-            lines = (folder / f"step_{step:06d}.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # a resumed run has just removed it
-            continue
-        for line in lines:
-            try:
-                found.append(Transcript(**json.loads(line) | {"step": step}))
-            except (ValueError, TypeError):
-                continue
+        file = folder / f"step_{step:06d}.jsonl"
+        with skipping(file):  # a resumed run may have just removed it
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            for number, line in enumerate(lines, start=1):
+                with skipping(f"{file}, line {number}"):
+                    fields = json.loads(line, parse_constant=lambda name: None)  # a custom grader's score may be NaN
+                    if "prompts" not in fields:  # as the first line
+                        found.append(_checked(Transcript(**fields | {"step": step})))
     return found
+
+
+def _checked(item: Transcript) -> Transcript:
+    """Raises for what readers cannot compute with or show."""
+    if wrong := [name for name, kind in KINDS.items() if type(getattr(item, name)) is not kind]:
+        raise TypeError(f"another type: {', '.join(wrong)}")
+    for value in (item.score, item.advantage):
+        finite(value or 0.0)
+    return item
 
 
 def histories(folder: Path, prompts: Iterable[str]) -> dict[str, list[list[float]]]:
     """[step, right, graded, rollouts, mean tokens] of each prompt, in each recorded step that trained on it."""
     found: dict[str, list[list[float]]] = {name: [] for name in prompts}
     for step in recorded_steps(folder):
-        try:
-            with (folder / f"step_{step:06d}.jsonl").open("rb") as file:
-                results = json.loads(file.readline()).get("prompts", {})
-        except (OSError, ValueError):  # a resumed run has just removed it
-            continue
-        for name in found.keys() & results.keys():
-            found[name].append([step, *results[name]])
+        path = folder / f"step_{step:06d}.jsonl"
+        with skipping(f"{path}, line 1"), path.open("rb") as file:  # a resumed run may have just removed it
+            results = json.loads(file.readline()).get("prompts", {})
+            for name in found.keys() & results.keys():
+                found[name].append([step, *map(finite, results[name])])
     return found
 
 
@@ -180,7 +188,7 @@ def read_arrays(folder: Path, step: int) -> dict[str, NDArray[Any]]:
 
 def token_values(arrays: Arrays, place: int) -> dict[str, list[Any]] | None:
     """What the explorer shows of each response token of one sample; None if it was not recorded."""
-    if not arrays:
+    if not arrays or place not in range(len(arrays["response_lengths"])):
         return None
     ends = np.cumsum(arrays["response_lengths"])
     stop, start = int(ends[place]), int(ends[place] - arrays["response_lengths"][place])

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +27,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.metrics_file import RecordError
+from megatron_dapo.observe.metrics_file import RecordError, finite, skipping
 from megatron_dapo.observe.report import fill_page, page_of, payload, sample_view
 from megatron_dapo.observe.runs import (
     ReportError,
@@ -94,13 +93,10 @@ class WatchedRuns:
 
     def _signature(self) -> str:
         text = []
-        for directory in self.directories:
-            for name in FILES:
-                try:
-                    stat = (directory / name).stat()
-                    text.append(f"{name} {stat.st_mtime_ns} {stat.st_size}")
-                except OSError:
-                    text.append(f"{name} -")
+        for file in (directory / name for directory in self.directories for name in FILES):
+            with skipping(file):  # a run that has just started has few of them
+                stat = file.stat()
+                text.append(f"{file} {stat.st_mtime_ns} {stat.st_size}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def _folder(self, query: Query) -> Path:
@@ -195,21 +191,16 @@ def _measurements(directory: Path) -> Iterator[tuple[str, dict[str, object], flo
     rules = (re.search(r"diagnosis\.md#([\w-]+)", line) for line in read_warnings(directory))
     for rule, count in ({"other": 0} | Counter(found[1] if found else "other" for found in rules)).items():
         yield own + "warnings_total", {"rule": rule}, float(count)
-    for rank in _heartbeats(directory):
-        labels = {"rank": rank["rank"], "host": rank.get("host", "")}
-        yield own + "rank_heartbeat_age_seconds", labels, time.time() - float(rank.get("time", 0.0))
-        yield own + "rank_progress", labels, float(rank.get("progress", 0))
-        for name, value in rank.get("gpu", {}).items():
-            yield f"{own}rank_gpu_{name}", labels, float(value)
-
-
-def _heartbeats(directory: Path) -> Iterator[dict[str, Any]]:
-    """Of every rank of the newest attempt."""
     logs = directory / "logs"
-    logs = logs / "latest" if (logs / "latest").exists() else logs
+    logs = logs / "latest" if (logs / "latest").exists() else logs  # the newest attempt
     for path in sorted((logs / "heartbeat").glob("rank_*.json")):
-        with suppress(OSError, ValueError):
-            yield json.loads(path.read_text()) | {"rank": path.stem.removeprefix("rank_")}
+        with skipping(path):
+            found = json.loads(path.read_text())
+            labels = {"rank": path.stem.removeprefix("rank_"), "host": found.get("host", "")}
+            values = {"heartbeat_age_seconds": time.time() - finite(found.get("time", 0.0))}
+            values["progress"] = found.get("progress", 0)
+            values |= {f"gpu_{name}": value for name, value in found.get("gpu", {}).items()}
+            yield from [(f"{own}rank_{name}", labels, float(finite(value))) for name, value in values.items()]
 
 
 # Server ---------------------------------------------------------------------------------------------------------------

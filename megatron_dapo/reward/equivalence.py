@@ -14,6 +14,8 @@ from string import ascii_lowercase
 from typing import Any
 from unicodedata import numeric
 
+from megatron_dapo.reward.extract import CHANGE_VALUE
+
 MAX_ANSWER_CHARS = 1000
 MAX_DIGITS = 400
 MAX_DEPTH = 20  # of brackets; parsers take exponential time for deeper nesting
@@ -24,8 +26,9 @@ _NUMBER = re.compile(rf"(?:\\?[$€£]\s?)?({_PLAIN})")
 _RATIO = re.compile(
     r"([+-]?)\s?(?:(\d+)\s+(?=\d))?(?:(\d+)\s?/\s?(\d+)|\\[dtc]?frac\s?(?:\{\s?([+-]?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d)))"
 )
+_RATIO_PERCENT = re.compile(r"([+-]?[\d\s]{0,20}(?:/|\\[dtc]?frac)[{}\d\s]{1,20}?)\s?\\?%")
 # A dash between two numbers may be a range.
-_SIGN = re.compile(r"(?i)(^|[=([{,;]\s?)(?:[‒–]\s?|(?:minus|negative)\s)(?=[\d.$\\¼-¾⅐-⅞])")
+_SIGN = re.compile(r"(?i)(^|[=([{,;]\s?)(?:[‒–—]\s?|(?:minus|negative)\s)(?=[\d.$\\¼-¾⅐-⅞])")
 _SMALL_FRACTION = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3}){1,9}|\d{1,30})?\s?([¼-¾⅐-⅞])")
 _REPEATING = re.compile(r"(?<![\d.,])(\d{0,30}\.\d{0,30})\\(?:overline|bar|dot)\s?(?:\{\s?(\d{1,30})\s?\}|(\d))")
 _MIXED = re.compile(r"\d\s+\d+\s?/\s?\d")
@@ -41,10 +44,9 @@ _SHORT_UNITS = re.compile(
 _DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°)$")
 # Words that change the value or join two answers: a number followed by one of them is not a number with a unit.
 _NOT_UNITS = re.compile(
-    r"(?i)hundred|thousand|million|billion|trillion|dozen|half|halves|third|quarter|percent|score|pair|pi\b|sqrt|"
+    rf"(?i){CHANGE_VALUE}|half|quarter|score|pair|pi\b|sqrt|log|ln\b|sin|cos|tan|frac|choose|infinity|multiplied|"
     r"\bor\b|\band\b|\bmod\b|\bto\b|\btimes\b|\bplus\b|\bminus\b|\bover\b|\bi\b|\be\b|\bnot\b|\bless\b|\bmore\b|"
-    r"log|ln\b|sin|cos|tan|frac|factorial|choose|infinity|\binf\b|squared$|cubed$|\broot\b|divided|multiplied|"
-    r"(?:fif|six|seven|eigh|nin|ten)ths?$|lakh|crore|\bper cent\b|\bout of\b"
+    r"\binf\b|squared$|cubed$|\broot\b|(?:fif|six|seven|eigh|nin|ten)ths?$|\bout of\b"
 )
 _MAYBE_A_NUMBER = re.compile(r"[\d\\^π√]")
 _SEPARATOR = re.compile(r"\s*(?:[,;]|\\text\s?\{\s?,?\s?(?:and|or)\s?\}|\band\b|\bor\b)\s*")
@@ -210,6 +212,9 @@ def _latex(text: str, other: str) -> str:
     scientific = _SCIENTIFIC.fullmatch(text)
     if scientific and (number(other) is not None or _SCIENTIFIC.fullmatch(other)):
         return rf"{scientific[1]}\times 10^{{{scientific[2]}}}"
+    percent = _RATIO_PERCENT.fullmatch(text)
+    if percent and (value := number(percent[1])) is not None:  # math-verify divides by the denominator in percent
+        text = f"{float(value):.12f}%"
     text = re.sub(r"(?<!\\)%", r"\\%", text).replace("π", r"\pi ").replace("×", r"\times ")
     text = re.sub(r"√\s?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)

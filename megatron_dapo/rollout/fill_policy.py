@@ -100,11 +100,6 @@ class YieldEstimate:
         self.decided *= DECAY
 
 
-def trained_version(config: RolloutConfig, step: int, served: int) -> int:
-    """The version that trains on the batch of `step`; `served`: the engine's version now."""
-    return step if config.max_staleness else served
-
-
 def age(version: int, trained: int, unchanged_to: int) -> int:
     """How often the weights changed from `version` to `trained`. All versions up to `unchanged_to` have the same."""
     return max(0, trained - max(version, unchanged_to))

@@ -29,7 +29,7 @@ from megatron_dapo.engines.protocol import ForeignWeightsError, Generator, deriv
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, GroupEvents, OnRequest, StepAccounting
 from megatron_dapo.rollout.agents.functions import RolloutFunction
-from megatron_dapo.rollout.fill_policy import FillPolicy, age, check_staleness, staleness_metrics, trained_version
+from megatron_dapo.rollout.fill_policy import FillPolicy, age, check_staleness, staleness_metrics
 from megatron_dapo.rollout.group_runner import ABORT_TIMEOUT, Ended, Grader, GroupRunner, RunningGroups
 from megatron_dapo.rollout.pending_group import (
     UNDECIDED,
@@ -276,7 +276,8 @@ class StepCollector:
 
     @property
     def _trained_version(self) -> int:
-        return trained_version(self._sampler.config, self._step, self._sampler.engine.weight_version)
+        """The weights that train on this batch."""
+        return self._step if self._sampler.config.max_staleness else self._sampler.engine.weight_version
 
     def _note_ended(self, ended: list[Ended]) -> None:
         for pending, error in ended:

@@ -214,11 +214,8 @@ class Trainer:
         return step
 
     def _collect_ahead(self, step: TrainStep) -> None:
-        """While `step` is trained. Pre-training of the critic leaves the weights as they are: engines can generate the
-        next batch with those that they have. Engines that share the GPUs have given theirs up, and what
-        `max_staleness` admits is counted in versions."""
-        changes = step.trains_policy or self.colocation.shared or self.config.rollout.max_staleness
-        if not changes and self.rollouts.served_version is not None:
+        """While `step` is trained. Pre-training of the critic leaves the weights as they are."""
+        if not step.trains_policy:
             self.rollouts.keep_weights(self.steps_done + 1)
         self.rollouts.collect_ahead(self.steps_done)
 

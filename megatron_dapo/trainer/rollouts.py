@@ -279,8 +279,9 @@ class Rollouts:
         return report
 
     def keep_weights(self, version: int) -> None:
-        """The engines' weights are those of `version` as well: no update comes before it."""
-        self.served_version = version
+        """`version` has the weights of the one before it: no group ages, and engines that keep them serve it."""
+        if self.served_version is not None and not self._config.rollout.shares_gpus:
+            self.served_version = version
         if self._driver is not None:
             self._driver.keep_weights(version)
 

@@ -66,6 +66,16 @@ def test_another_chat_template_is_listed_as_another_setting_is(started, tmp_path
     assert check_resume(parse_config(raw), shape) == []
 
 
+@pytest.mark.parametrize(
+    "content", [3, [], {"config": [], "model": {}, "vocabulary": ""}, {"config": {}, "model": 3, "vocabulary": ""}]
+)
+def test_settings_of_another_kind_are_not_compared(started, tmp_path, content):
+    raw, shape = started
+    (tmp_path / "run" / "resume.json").write_text(json.dumps(content))
+    (line,) = check_resume(parse_config(raw), shape)
+    assert "resume.json cannot be read, so the settings were not compared" in line
+
+
 def test_the_seed_is_refused_with_its_reason(started):
     raw, shape = started
     raw["trainer"]["seed"] = 5

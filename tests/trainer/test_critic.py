@@ -17,6 +17,7 @@ from tiny_run import evaluated_config, make_model, raw_config
 from megatron_dapo import fault_points
 from megatron_dapo.checkpoints.folder import check_resume
 from megatron_dapo.config import ConfigError, check_config, parse_config
+from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.step import NonFiniteError
@@ -225,6 +226,26 @@ def test_pretraining_stopped_between_two_updates(straight, tmp_path):
     assert (tmp_path / "stopped" / "checkpoints" / "step_1+2").is_dir()
     assert run(raw) == 0
     assert_same_critic(tmp_path / "stopped", (straight[0], undisturbed))
+
+
+def share_gpus():
+    RolloutConfig.shares_gpus = property(lambda self: True)
+
+
+@pytest.mark.parametrize("way", ["colocated", "ahead"])
+def test_pretraining_does_not_make_groups_stale_elsewhere(way, straight, tmp_path):
+    """As below, with engines that share the GPUs, or generate ahead. Only the first need the weights again."""
+    raw = short(
+        straight[0], tmp_path, trainer__steps=6, critic__pretraining={"steps": 4}, rollout__dynamic_sampling=False,
+        rollout__sampler={"oversampling": 4}, rollout__max_staleness=int(way == "ahead"),
+    )  # fmt: skip
+    assert run(raw, share_gpus if way == "colocated" else None) == 0
+    found = steps_of(tmp_path)
+    assert [step["rollout/groups_submitted"] for step in found] == [16, 0, 0, 0, 16, 0]
+    assert not any("rollout/dropped/stale" in step for step in found)
+    assert max(step["rollout/staleness_max"] for step in found) == 1
+    lines = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ["time/sync" in line for line in lines[1:4]] == [way == "colocated"] * 3
 
 
 def test_pretraining_does_not_make_groups_stale(straight, tmp_path):

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from megatron_dapo.cli import main
 from megatron_dapo.files import Dtype
 from megatron_dapo.weights.convert import hf_to_megatron
+from megatron_dapo.weights.formats import safe_pickle
 from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_metadata, load_tensor_pickle, load_torch_pickle
 from megatron_dapo.weights.formats.torch_zip import BadArchive, TensorArchive, read_archive
 
@@ -105,6 +106,28 @@ def test_enums_as_python_3_11_2_pickles_them(checkpoint, protocol):
     assert found.kind == "AttnBackend" and found.args == ("flash",)
     with pytest.raises(UnsafePickle, match=r"it asks for builtins\.getattr"):  # of anything else
         load_torch_pickle(pickle.dumps(Evil(getattr, member, "name"), protocol), opaque=True)
+
+
+SHARED = [("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "getattr"), ("torch", "float32"),
+          ("collections", "OrderedDict"), ("torch.distributed.checkpoint.metadata", "Metadata"),
+          ("torch._utils", "_rebuild_tensor_v2"), ("torch", "FloatStorage")]  # fmt: skip
+
+
+@pytest.mark.parametrize("attribute", ["__name__", "__defaults__", "kind", "added"])
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("name", SHARED, ids=".".join)
+def test_what_a_pickle_names_cannot_be_changed_by_it(name, slots, attribute):
+    """The opcode BUILD sets attributes of what is on the stack, also of one that was only named."""
+    state = pickle.dumps({attribute: ("changed",)}, 2)[2:-1]
+    state = b"N" + state + b"\x86" if slots else state
+    data = b"\x80\x02c" + "\n".join(name).encode() + b"\n" + state + b"b."
+    allowed = safe_pickle._STAND_INS | safe_pickle._PLAIN | safe_pickle._DTYPES
+    target = allowed.get(name, safe_pickle._rebuild_tensor)
+    before = getattr(target, attribute, None)
+    for load in (load_metadata, load_tensor_pickle, lambda data: load_torch_pickle(data, opaque=True)):
+        with pytest.raises(UnsafePickle):
+            load(data)
+    assert getattr(target, attribute, None) == before
 
 
 def test_stand_ins_are_inert(checkpoint):

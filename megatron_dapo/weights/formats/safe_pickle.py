@@ -11,6 +11,7 @@ import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from megatron_dapo.files import ITEM_SIZES, Dtype
@@ -100,10 +101,11 @@ class _Unpickler(pickle.Unpickler):
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self._allowed[module, name]
-        except KeyError:
-            raise UnsafePickle(f"it asks for {module}.{name}") from None
+        if (module, name) not in self._allowed:
+            raise UnsafePickle(f"it asks for {module}.{name}")
+        found = self._allowed[module, name]
+        # BUILD sets attributes of a function, but not of the method that calls it; classes and dtypes refuse it.
+        return found.__call__ if isinstance(found, FunctionType) else found
 
     def persistent_load(self, reference: Any) -> Any:
         if self._storage is None:
@@ -131,17 +133,10 @@ def load_metadata(data: bytes) -> PickledObject:
 class Opaque(PickledObject):
     """Stands in for any other class; accepts whatever a pickle does to an object."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def add(self, *values: Any) -> None:
         pass
 
-    def append(self, value: Any) -> None:
-        pass
-
-    def extend(self, values: Any) -> None:
-        pass
-
-    def add(self, value: Any) -> None:
-        pass
+    __setitem__ = append = extend = add
 
 
 # Packages whose objects may occur beside the weights in a file of Megatron; all of them become `Opaque`.
