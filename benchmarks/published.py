@@ -41,13 +41,6 @@ PEER_PAUSE_SECONDS = 0.3  # besides the transfer; assumed
 PEER_TURN_SECONDS = 25.0
 PEER_IPC_BYTES_PER_SECOND = 18.6e9  # tensor by tensor; measured here before buckets were flat: 3.1 GB in 0.166 s
 WITHIN = 0.75, 1.33  # a prediction divided by the published seconds
-# Other systems, from gathered parameters to engines: 14 and 20 GB/s (verl, H20), 23 GB/s (miles, H100).
-PEER_BROADCAST_BYTES_PER_SECOND = 20e9
-PEER_PAUSE_SECONDS = 0.3  # besides the transfer; assumed
-# Besides its phases, in a step of another system whose engines and trainer take turns: wake-ups, rewards, moving the
-# batch. Fitted to NeMo-RL's five such steps on H100.
-PEER_TURN_SECONDS = 25.0
-PEER_IPC_BYTES_PER_SECOND = 18.6e9  # tensor by tensor; measured here before buckets were flat: 3.1 GB in 0.166 s
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ DROPPED = "rollout/dropped/"
 NOT_FILTERED = ("unfinished", "stale", "surplus")
 LONGEST_PAUSE = 64  # items
 T = TypeVar("T")
-DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # raised by such JSON
+# What reading raises if a file is damaged, or holds JSON that a run does not write.
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 warn_once = cache(logging.getLogger(__name__).warning)  # `watch` reads a file again and again
 
 
