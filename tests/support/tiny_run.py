@@ -16,11 +16,11 @@ from megatron_dapo.data import arithmetic_problems, arithmetic_tokenizer, save_a
 HERE = Path(__file__).resolve().parent
 
 
-def make_model(folder: Path, seed: int = 0, intermediate_size: int = 64) -> Path:
+def make_model(folder: Path, seed: int = 0, intermediate_size: int = 64, layers: int = 2) -> Path:
     tokenizer = arithmetic_tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=intermediate_size, num_hidden_layers=2,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=intermediate_size, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

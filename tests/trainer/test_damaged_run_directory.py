@@ -17,7 +17,7 @@ import pytest
 import torch
 from forked import assert_same, at_point, records, run, run_straight, send_signal
 from long_lists import some
-from tiny_run import environment, evaluated_config
+from tiny_run import environment, evaluated_config, make_model
 
 from megatron_dapo.checkpoints.folder import check_resume
 from megatron_dapo.config import check_config, parse_config
@@ -32,7 +32,12 @@ from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 
 STEPS = 4
 NEWEST, BEFORE = "step_3+1", "step_3"
-config = partial(evaluated_config, steps=STEPS, trainer__checkpoint={"keep": 3})
+
+
+def config(folder, run_dir):
+    if not (folder / "config.json").exists():
+        make_model(folder, layers=1)  # each of 80 starts reads all tensors
+    return evaluated_config(folder, run_dir, STEPS, trainer__checkpoint={"keep": 3})
 
 
 # ---- damage: functions of the run directory; those of a checkpoint's file get its path ----
