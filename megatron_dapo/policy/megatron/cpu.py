@@ -8,6 +8,7 @@ nothing, and the functions of `torch.cuda` that Megatron calls (streams, RNG, sy
 from __future__ import annotations
 
 import contextlib
+import platform
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -28,6 +29,8 @@ def needed() -> bool:
 
 def let_cuda_mean_cpu() -> None:
     """Once per process, when Megatron's modules are imported."""
+    if platform.machine() == "aarch64":  # oneDNN takes 50 times as long for small layers, and more for large ones
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     host = _TorchOfTheHost()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "torch", None) is torch:
