@@ -31,7 +31,7 @@ $(STAMP): EXTRAS := [dev]
 $(STAMP) $(QUICK): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "$(PYTHON) is missing, or not Python 3.11, 3.12 or 3.13: name another one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -qq --disable-pip-version-check -U pip; }
+	@test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/pip install -qq --disable-pip-version-check -U pip || true; }; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check $(LOCK) "$(TORCH)"
 	@$(BIN)/pip install -qq --disable-pip-version-check $(LOCK) -e '.$(EXTRAS)'

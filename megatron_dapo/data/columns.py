@@ -298,7 +298,7 @@ def _role(message: Any) -> str:
 
 def _tools(row: dict[str, Any], config: PromptFileConfig) -> list[dict[str, Any]]:
     wanted = config.tools_column
-    column, value = _find(row, wanted, ("tools",), "tools", required=wanted is not None)
+    column, value = _find(row, wanted, ("tools",), "tools", required=bool(wanted))
     value = _parsed(value, column)
     if value in (None, []):
         return []
@@ -310,7 +310,7 @@ def _tools(row: dict[str, Any], config: PromptFileConfig) -> list[dict[str, Any]
 def _environment(row: dict[str, Any], config: PromptFileConfig) -> dict[str, Any]:
     """{"name": …, "arguments": {…}} from a name, or from an object with both; empty if the row has none."""
     wanted = config.environment_column
-    column, value = _find(row, wanted, ("environment",), "environment", required=wanted is not None)
+    column, value = _find(row, wanted, ("environment",), "environment", required=bool(wanted))
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _parsed(value, column)
     if value in (None, "", {}):

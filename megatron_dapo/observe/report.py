@@ -48,9 +48,10 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     target = Path(output)
     if target.is_dir():
         raise ReportError(f"{target} is a directory: name the HTML file to write, for example {target / 'report.html'}")
+    data = payload(runs)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, page_of(payload(runs)).encode())
+        write_atomically(target, page_of(data).encode())
     except (OSError, ValueError) as error:
         raise ReportError(f"{target}: the report cannot be written: {error}") from None
     return target

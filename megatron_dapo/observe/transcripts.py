@@ -173,7 +173,8 @@ def histories(folder: Path, prompts: Iterable[str]) -> dict[str, list[list[float
         with skipping(f"{path}, line 1"), path.open("rb") as file:  # a resumed run may have just removed it
             results = json.loads(file.readline()).get("prompts", {})
             for name in found.keys() & results.keys():
-                found[name].append([step, *map(finite, results[name])])
+                with skipping(f"{path}, line 1, {name}"):
+                    found[name].append([step, *map(finite, results[name])])
     return found
 
 

@@ -26,7 +26,7 @@ _NUMBER = re.compile(rf"(?:\\?[$€£]\s?)?({_PLAIN})")
 _RATIO = re.compile(
     r"([+-]?)\s?(?:(\d+)\s+(?=\d))?(?:(\d+)\s?/\s?(\d+)|\\[dtc]?frac\s?(?:\{\s?([+-]?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d)))"
 )
-_RATIO_PERCENT = re.compile(r"([+-]?[\d\s]{0,20}(?:/|\\[dtc]?frac)[{}\d\s]{1,20}?)\s?\\?%")
+_RATIO_PERCENT = re.compile(r"([+-]?[\d\s]{0,20}(?:/|\\[dtc]?frac)[{}\d\s]{1,20}?)\s?(?:\\?%|per ?cent)")
 # A dash between two numbers may be a range.
 _SIGN = re.compile(r"(?i)(^|[=([{,;]\s?)(?:[‒–—]\s?|(?:minus|negative)\s)(?=[\d.$\\¼-¾⅐-⅞])")
 _SMALL_FRACTION = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3}){1,9}|\d{1,30})?\s?([¼-¾⅐-⅞])")

@@ -29,10 +29,10 @@ _WRAPPERS = [
 _ONE_FORMULA = re.compile(r"([^$\d]*)(?<!\\)\$([^$]+)(?<!\\)\$([^$\d]*)")
 # Beside a formula these belong to the answer: `-$42$`, `$42$%`, `$42$ million`, `not $42$`, but not a list's dash.
 _CHANGES_BEFORE = re.compile(
-    r"(?i)(?:[-‒–—+±√]|[=(]\s?[-‒–—]\s|(?:[<≤≥≠]|(?<![=-])>|\b(?:minus|negative|not|than|half|twice|sqrt|"
+    r"(?i)(?:[-‒–+±√]|(?:^|[=(\[{,;])\s?—|[=(]\s?[-‒–—]\s|(?:[<≤≥≠]|(?<![=-])>|\b(?:minus|negative|not|than|half|twice|sqrt|"
     r"(?:square|cube|[a-z]{2,6}th) root(?: of)?|at (?:least|most)))\s?)$"
 )
-CHANGE_VALUE = "hundred|thousand|[mb]illion|trillion|dozen|lakh|crore|per ?cent|divided|factorial|third|halves"  # words
+CHANGE_VALUE = r"hundred|thousand|(?:m|b|tr)illion|dozen|lakh|crore|percent|per cent\b|divided|factorial|third|halves"
 _CHANGES_AFTER = re.compile(
     rf"(?i)\s?(?:\\?%|[+^<>≤≥≠]|\\(?![,;:! (])|(?:(?:{CHANGE_VALUE})(?:th)?s?|or|plus|minus|times|"
     r"(?:fif|six|seven|eigh|nin|ten)ths?|pi|at (?:least|most)|(?:squared|cubed)(?!\s[a-z]))\b)"

@@ -136,3 +136,8 @@ def test_a_template_that_fails_on_a_row_is_named(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"chat template failed on '2\+2='.*roles must alternate"):
         one(tmp_path, tokenizer, {"messages": TURNS, "answer": 4})
+
+
+def test_a_column_without_a_name_is_not_demanded():
+    config = PromptFileConfig(tools_column="", environment_column="")
+    assert read_problem({"question": "1+1=", "answer": "2"}, config).answer == "2"

@@ -54,6 +54,7 @@ def test_resume_is_exact(before):
     resumed = mixture(weights, seed=9)
     resumed.take(13)
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    assert resumed.state_dict() == straight.state_dict()
     assert ids(resumed.take(200)) == ids(straight.take(200))
 
 

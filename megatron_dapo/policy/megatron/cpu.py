@@ -29,7 +29,8 @@ def needed() -> bool:
 
 def let_cuda_mean_cpu() -> None:
     """Once per process, when Megatron's modules are imported."""
-    if platform.machine() == "aarch64":  # oneDNN takes 50 times as long for small layers, and more for large ones
+    # On ARM, oneDNN uses all cores whatever the number of threads is, and takes longer than OpenBLAS; bf16 may need it.
+    if platform.machine() == "aarch64" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     host = _TorchOfTheHost()
     for name, module in list(sys.modules.items()):
