@@ -66,8 +66,8 @@ def test_a_reader_that_ends_early_is_no_error(words, unbuffered):
         command, env=environment() | {"PYTHONUNBUFFERED": unbuffered}, stdout=write, stderr=subprocess.PIPE, timeout=60
     )
     os.close(write)
-    said = [line for line in done.stderr.splitlines() if b"Qwen2.5-0.5B is not here" not in line]
-    assert (done.returncode, said) == (141, [])
+    notice = b"Qwen2.5-0.5B is not here: the published config.json of that model is used\n" if words == TABLE else b""
+    assert (done.returncode, done.stderr) == (141, notice)
 
 
 def test_keys_of_verl_are_answered_with_ours():

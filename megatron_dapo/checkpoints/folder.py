@@ -393,7 +393,7 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
         return []
     try:
         saved = json.loads((run_dir / SETTINGS).read_text())
-        _ = saved["config"] | {}, saved["model"] | {}, saved["vocabulary"]  # sections
+        _ = saved["config"] | {}, saved["model"] | {}, saved["vocabulary"]  # TypeError unless sections
     except (OSError, ValueError, TypeError, KeyError) as error:
         return [f"{run_dir / SETTINGS} cannot be read, so the settings were not compared: {error}"]
     changed = list(differences(saved["config"], config.model_dump(mode="json")))

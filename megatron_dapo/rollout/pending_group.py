@@ -6,6 +6,7 @@ two lists nor counted in both.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class GroupTable:
 
     def __init__(self) -> None:
         self._groups: dict[GroupState, dict[int, PendingGroup]] = {state: {} for state in GroupState}
+        # Serials that have been in each state; those that have left it are removed when they reach the top.
+        self._heaps: dict[GroupState, list[int]] = {state: [] for state in GroupState}
         self._state_of: dict[int, GroupState] = {}
 
     def put(self, pending: PendingGroup, state: GroupState) -> None:
@@ -95,6 +98,7 @@ class GroupTable:
             self.remove(pending)
         self._groups[state][pending.serial] = pending
         self._state_of[pending.serial] = state
+        heapq.heappush(self._heaps[state], pending.serial)
 
     def remove(self, pending: PendingGroup) -> None:
         del self._groups[self._state_of.pop(pending.serial)][pending.serial]
@@ -109,8 +113,14 @@ class GroupTable:
 
     def first(self, *states: GroupState) -> PendingGroup | None:
         """The group of the earliest prompt in these states."""
-        found = [groups[min(groups)] for state in states if (groups := self._groups[state])]
+        found = [first for state in states if (first := self._first(state)) is not None]
         return min(found, key=lambda pending: pending.serial, default=None)
+
+    def _first(self, state: GroupState) -> PendingGroup | None:
+        heap, groups = self._heaps[state], self._groups[state]
+        while heap and heap[0] not in groups:
+            heapq.heappop(heap)
+        return groups[heap[0]] if heap else None
 
     def count(self, *states: GroupState) -> int:
         return sum(len(self._groups[state]) for state in states)

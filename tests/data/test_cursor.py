@@ -53,7 +53,7 @@ def test_resume_is_exact(before):
     resumed = PromptCursor(prompts(), seed=99)  # the state's seed counts
     resumed.take(5)
     resumed.load_state_dict(state)
-    assert resumed.epochs == pytest.approx(before / 7)
+    assert resumed.state_dict() == state
     assert ids(resumed.take(30)) == expected
 
 

@@ -85,6 +85,8 @@ def test_a_single_file_may_have_another_name_when_a_run_is_resumed():
     before.take(8)
     after = PromptMixture({"renamed": sources({"a": 5})["a"]}, seed=1)
     after.load_state_dict(before.state_dict())
+    (cursor,) = after.state_dict()["sources"].values()
+    assert cursor["epoch"] * 5 + cursor["position"] == 8
     assert ids(after.take(20)) == ids(before.take(20))
 
 
