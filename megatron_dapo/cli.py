@@ -332,7 +332,7 @@ def _add_convert(sub: Commands) -> None:
     codes = "\n\nexit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but weights are NaN or infinite"
     to_megatron = add_command(
         inner, "hf-to-megatron", run,
-        "Write the weights of a HF Qwen model as a Megatron torch_dist checkpoint that loads at any TP, PP and EP.",
+        "Write the weights of a HF model as a Megatron torch_dist checkpoint that loads at any TP, PP and EP.",
         "example:\n  megatron-dapo convert hf-to-megatron Qwen3-32B /checkpoints/qwen3-32b" + codes,
     )  # fmt: skip
     to_hf = add_command(
@@ -359,7 +359,7 @@ def _add_convert(sub: Commands) -> None:
     )
     to_fp8 = add_command(
         inner, "hf-to-fp8", run,
-        "Write a HF Qwen model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"
+        "Write a HF model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"
         "when weight sync sends fp8 (rollout.servers.model, rollout.weights.quantization).",
         "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8" + codes,
     )  # fmt: skip

@@ -31,12 +31,12 @@ HEAD = """\
 <!-- Written by tools/generate_config_reference.py: change the schema in megatron_dapo/config, then run it. -->
 # Configuration
 
-A run is one YAML file. With `base: other.yaml` it is on top of another file, whose path is relative to this one: only
-the settings that differ are written. For completion and help in an editor, begin a file with
+A run is one YAML file. `base: other.yaml` starts from another file, whose path is relative to this one; write only
+the settings that differ. For completion and help in an editor, begin a file with
 `# yaml-language-server: $schema=PATH`; `megatron-dapo explain --schema` prints the path. Every key has a default. Those
-of the recipe are the published 32B run's
-([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), except these, which that run sets:
-@@DIFFERENCES@@.
+of the algorithm, the batch sizes and the lengths are the published 32B run's
+([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), too large for a first run (`megatron-dapo init`
+writes smaller ones). That run differs from them in: @@DIFFERENCES@@.
 
 `section.key=value` on the command line overrides a key, with or without `--set` before it; the value is read as YAML,
 so `null`, `true`, `1e-6` and `[a, b]` work. A key that takes text takes it as written, also ` #` and `: `, unless
@@ -59,7 +59,7 @@ reads a launch script (shell, without executing it), a YAML file or a Python fil
 or NeMo-RL and writes a configuration of ours. Units are converted: slime's `--global-batch-size` counts samples,
 `trainer.mini_batch_prompts` prompts. Where a tool's default differs from ours, its default is written. Comments name
 the setting that each key is from, what is to fill in or to check, and what has no equivalent; no setting is dropped
-silently. Under the last heading of this page is what happens here anyway.
+silently. The last section lists settings that need no equivalent.
 
 The tables below are what it knows. A YAML file with one of these names is refused with a message that names ours, and
 `megatron-dapo explain KEY` lists the names that other tools have for one of our keys. Names of other tools change
@@ -77,7 +77,7 @@ def migration() -> str:
         parts.append(f"## {tool.title}\n\n" + (f"{tool.intro}\n\n" if tool.intro else "")
                      + f"| {tool.title} | here | note |\n|---|---|---|\n" + "".join(rows)
                      + (f"\nNo equivalent: {'; '.join(lost)}.\n" if lost else ""))  # fmt: skip
-    parts.append("## Nothing to set\n\nWith these values they ask for what happens here anyway.\n")
+    parts.append("## Nothing to set\n\nWith these values, these settings are what a run here does anyway.\n")
     parts += [f"{tool.title}: {'; '.join(same)}.\n" for tool in tools().values() if (same := list(_same(tool)))]
     return "\n".join(parts)
 

@@ -151,7 +151,7 @@ class LoraConfig(Section):
 class PolicyConfig(Section):
     model: PathText = Field(
         "",
-        description="A Qwen model: HF directory (config.json, safetensors, tokenizer), or its name on the hub, e.g. "
+        description="A model: HF directory (config.json, safetensors, tokenizer), or its name on the hub, e.g. "
         "Qwen/Qwen2.5-1.5B or NAME@REVISION; the cache is used first, and nothing is downloaded with HF_HUB_OFFLINE=1.",
     )
     megatron_checkpoint: PathText | None = Field(

@@ -44,6 +44,7 @@ class ServerDemands(NamedTuple):
     computes_checksums: bool = False  # of the weights that they were sent (rollout.weights.proof: checksum)
     exact: bool = False  # they compute with the trainer's kernels (policy.true_on_policy)
     lora: LoraConfig = LoraConfig()  # the adapters that they load (rollout.weights.transport: adapter); rank 0: none
+    first_gpu: int = 0  # behind those of the trainer, where they have GPUs of their own
 
 
 class ServerConfig(Section):
@@ -126,11 +127,17 @@ class ServerConfig(Section):
         return [url for url in self.urls if not is_source(url)]
 
     @property
+    def need_own_gpus(self) -> bool:
+        """They neither take turns with the trainer nor leave it memory: SGLang takes nearly all of a GPU."""
+        limited = any(argument.startswith("--mem-fraction-static") for argument in self.arguments)
+        return not (self.share_gpus or self.share_base or limited)
+
+    @property
     def demands(self) -> ServerDemands:
         return self._demands
 
     def demand(self, **changes: Any) -> None:
-        """Only while a configuration is validated."""
+        """Only while a configuration is validated, and before a run starts."""
         self._demands = self._demands._replace(**changes)
 
     def sample_seconds(self, tokens: int) -> float:
@@ -319,8 +326,8 @@ class RolloutConfig(Section):
         "a conversation: everything after the prompt.",
     )
     temperature: float = Field(
-        1.0, gt=0, description="Divides the logits while sampling; unless it is 1, the engine's log-probs differ from "
-        "the policy's."
+        1.0, gt=0, description="Divides the logits while sampling. The trainer divides its own, too: log-probs, ratios "
+        "and entropy are those at this temperature."
     )  # fmt: skip
     stop: list[NonEmptyText] = Field(
         default_factory=list, description="Strings that end a response, besides the model's own end tokens."

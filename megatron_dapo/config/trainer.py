@@ -25,9 +25,9 @@ class CheckpointConfig(Section):
 
 
 class GateConfig(Section):
-    """Before the first update of a step, the trainer's log-probs of the engine's samples must agree with its own. These
-    are the limits of the first batch. A later one may have ten times the mean gap, or 1 nat if it has tokens of older
-    weights; beyond that it is sampled again, and the run ends after three."""
+    """Before the first update of a step, the trainer's log-probs of the sampled tokens must agree with the engine's.
+    The limits are for the first batch. A later one may have ten times the mean gap, or 1 nat if it has tokens of older
+    weights; a batch beyond that is sampled again, and after three such batches the run ends."""
 
     enabled: bool = Field(True, description="Compare them in every step.")
     max_mean_gap: float = Field(
@@ -64,7 +64,7 @@ class TrainerConfig(Section):
 
     run_dir: PathText = Field("runs/default", description="Directory of the run. A run that is in it is resumed.")
     ranks: int | None = Field(
-        None, ge=1, description="Ranks to start on this machine; null: all GPUs, or as many as the layout needs."
+        None, ge=1, description="Ranks to start; null: one per GPU that servers leave, or as many as the layout needs."
     )
     steps: int = Field(330, gt=0, description="Rollout steps; each makes prompts_per_step/mini_batch_prompts updates.")
     prompts_per_step: int = Field(512, gt=0, description="Groups that one rollout step trains on.")

@@ -38,6 +38,8 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     rendezvous = Rendezvous.from_environment()
     in_job = rendezvous.world_size > 1
     ranks = rendezvous.world_size if in_job else planned_ranks(config) if dry_run else local_ranks(config)
+    if not in_job and not (dry_run and config.slurm.nodes > 1):
+        place_servers(config, ranks)
     shape = check_run(config, ranks)
     changed = check_resume(config, shape)
     # Before ranks are forked, which share it. With GPUs each rank imports for itself: an import that initialized CUDA
@@ -91,8 +93,29 @@ def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | N
 
 
 def local_ranks(config: Config) -> int:
-    """As configured; else one per GPU; without GPUs, as many as the layout needs."""
-    return config.trainer.ranks or gpu_count() or config.policy.model_ranks
+    """As configured; else one per GPU that the servers leave; without GPUs, as many as the layout needs."""
+    return config.trainer.ranks or max(gpu_count() - server_gpus(config), 0) or config.policy.model_ranks
+
+
+def server_gpus(config: Config) -> int:
+    """Of this machine, that its servers need for themselves."""
+    servers = config.rollout.servers
+    starts = config.rollout.engine == "sglang" and servers.device == "cuda" and not servers.urls
+    chosen = "--base-gpu-id" in servers.arguments
+    return servers.count * servers.tensor_parallel if starts and servers.need_own_gpus and not chosen else 0
+
+
+def place_servers(config: Config, ranks: int) -> None:
+    """Behind the trainer's GPUs, if they need their own."""
+    needed, gpus = server_gpus(config), gpu_count()
+    if not needed or not gpus:
+        return
+    if ranks + needed > gpus:
+        raise ConfigError(
+            f"the trainer has {ranks} ranks and the servers need {needed} GPUs of their own, but this machine has "
+            f"{gpus}: set rollout.servers.share_gpus to true (they use the GPUs alternately), or lower trainer.ranks"
+        )
+    config.rollout.servers.demand(first_gpu=ranks)
 
 
 def planned_ranks(config: Config) -> int:

@@ -144,8 +144,7 @@ def _check_memory(job: Job) -> None:
             f"rollout.servers.share_gpus is on, but slurm.engine_nodes is {slurm.engine_nodes}: the engines have their "
             "own GPUs; remove share_gpus"
         )
-    limited = any(argument.startswith("--mem-fraction-static") for argument in rollout.servers.arguments)
-    if not slurm.engine_nodes and not rollout.servers.share_gpus and not limited:
+    if not slurm.engine_nodes and rollout.servers.need_own_gpus:
         raise ConfigError(
             "slurm.engine_nodes is 0, and the engines would take nearly all memory of the trainer's GPUs: set "
             "rollout.servers.share_gpus to true (they use the GPUs alternately), or limit the engines with "
@@ -275,8 +274,8 @@ def _locate_model(config: Config, dry_run: bool) -> tuple[Config, ModelShape | N
 
 def slow_nodes(run_dir: Path) -> tuple[str, ...]:
     """Nodes that the network check of an earlier attempt found slow. Remove the file to use them again."""
-    path = run_dir / SLOW_NODES
-    return tuple(sorted(set(path.read_text().split()))) if path.exists() else ()
+    files = [path for folder in (run_dir, *run_dir.glob("seed_*")) if (path := folder / SLOW_NODES).exists()]
+    return tuple(sorted({node for path in files for node in path.read_text().split()}))
 
 
 def write(job: Job) -> None:

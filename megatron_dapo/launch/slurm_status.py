@@ -93,7 +93,7 @@ def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
     reply = ask("scontrol", "-o", "show", "job", str(job))
     lines = [line for line in reply.stdout.splitlines() if "JobState=" in line]
     if reply.returncode or not lines:
-        return [_ended_job(job, ask)]
+        return _ended_jobs(job, ask)
     found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
     tasks = [fields for fields in found if "ArrayTaskId" in fields]
     return [
@@ -104,13 +104,14 @@ def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
     ]  # fmt: skip
 
 
-def _ended_job(job: int, ask: Ask) -> JobStatus:
-    """A job that the controller has forgotten."""
+def _ended_jobs(job: int, ask: Ask) -> list[JobStatus]:
+    """A job, or the tasks of an array, that the controller has forgotten."""
     for options in (["-X"], ["-c"]):  # the database, or the log of completed jobs
-        reply = ask("sacct", *options, "-n", "-P", "-j", str(job), "-o", "State")
-        lines = [line for line in reply.stdout.splitlines() if line.strip()]
-        if reply.returncode == 0 and lines:
-            return JobStatus(job, normal_state(lines[-1]))
+        reply = ask("sacct", *options, "-n", "-P", "-j", str(job), "-o", "JobID,State")
+        states = dict(line.split("|", 1) for line in reply.stdout.splitlines() if "|" in line)
+        if reply.returncode == 0 and states:
+            tasks = [name for name in states if "_" in name] or [*states][-1:]
+            return [JobStatus(name, normal_state(states[name])) for name in tasks]
     raise SlurmError(f"Slurm does not know job {job}: it ended long ago, or it belongs to another cluster")
 
 

@@ -81,7 +81,7 @@ def weight_bytes(rollout: RolloutConfig) -> float:
 
 def hands_over(rollout: RolloutConfig) -> bool:
     """Whether colocated engines release their memory to the trainer: configured, or no share of it is configured."""
-    return rollout.servers.share_gpus or not any(a.startswith(FRACTION) for a in rollout.servers.arguments)
+    return rollout.servers.share_gpus or rollout.servers.need_own_gpus
 
 
 def memory_fraction(arguments: list[str]) -> float:

@@ -64,8 +64,8 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
 
 def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> tuple[dict[str, Any], Plan | None]:
     """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
-    recipe = {"policy.model": model, "data.path": data, **(SMALL if gpus < LARGE else {})}
-    recipe |= _machine_settings(gpus)
+    recipe: dict[str, Any] = {"policy.model": model, "data.path": data, "algorithm.overlong.penalty": "soft"}
+    recipe |= (SMALL if gpus < LARGE else {}) | _machine_settings(gpus)
     config = _config(recipe, settings)
     shape = model_shape(config.policy.model)
     room = shape.max_positions - config.rollout.max_prompt_tokens

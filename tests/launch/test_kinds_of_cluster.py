@@ -247,6 +247,9 @@ def test_a_slow_node_is_named_and_replaced_before_the_trainer_starts(jobs, capsy
     assert sorted(text.split()[0] for text in said) == ["n1", "n3", "n4"]
     assert all("master n1;" in text for text in said)
     assert launch.slow_nodes(case.dir) == ("n2",)  # which the next submission excludes
+    assert launch.slow_nodes(case.dir.parent) == ()
+    (case.dir.parent / "seed_1").symlink_to(case.dir)  # as a task of an array
+    assert launch.slow_nodes(case.dir.parent) == ("n2",)
     assert "#SBATCH --exclude=n2\n" in launch.render(
         replace(Job(load_config(case.dir / "submitted.yaml"), case.dir, case.dir.parent), excluded=("n2",))
     )

@@ -67,12 +67,22 @@ def test_spellings_of_a_state(text, state):
 
 def test_a_job_that_the_controller_forgot_is_found_in_the_accounting():
     def ask(*command):
-        found = {"scontrol": (1, ""), "sacct": (0, "OUT_OF_MEMORY\n")}[command[0]]
+        found = {"scontrol": (1, ""), "sacct": (0, "7|OUT_OF_MEMORY\n")}[command[0]]
         return subprocess.CompletedProcess(command, *found, "")
 
     assert job_statuses(7, ask)[0].description().startswith("job 7 ran out of the node's memory")
     with pytest.raises(SlurmError, match="does not know job 7"):
         job_statuses(7, lambda *command: subprocess.CompletedProcess(command, 1, "", ""))
+
+
+def test_every_task_of_an_array_that_the_controller_forgot_is_reported():
+    def ask(*command):
+        found = {"scontrol": (1, ""), "sacct": (0, "12_0|FAILED\n12_1|OUT_OF_MEMORY\n12_2|COMPLETED\n")}[command[0]]
+        return subprocess.CompletedProcess(command, *found, "")
+
+    assert [(status.job, status.state) for status in job_statuses(12, ask)] == [
+        ("12_0", "FAILED"), ("12_1", "OUT_OF_MEMORY"), ("12_2", "COMPLETED"),
+    ]  # fmt: skip
 
 
 def test_status_of_a_held_and_a_cancelled_job_on_a_real_cluster(cluster, monkeypatch, tmp_path):

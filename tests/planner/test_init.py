@@ -1,6 +1,8 @@
 """`megatron-dapo init`: configurations that need no hand-set key, and `config diff`."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -9,13 +11,15 @@ from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
 from megatron_dapo.planner.models import _configs
 
+PLANNING = Path(__file__).resolve().parents[2] / "docs/planning.md"
+
 
 @pytest.mark.parametrize(
     ("model", "gpus", "expected"),
     [
-        ("Qwen2.5-1.5B", 1, {"rollout.servers.count": 1, "slurm.gpus_per_node": 1}),
+        ("Qwen2.5-1.5B", 1, {"rollout.servers.count": 1, "algorithm.overlong.penalty": "soft"}),
         ("Qwen2.5-7B", 8, {"slurm.nodes": 1, "slurm.gpus_per_node": 8, "rollout.servers.share_gpus": True}),
-        ("Qwen2.5-7B", 16, {"slurm.nodes": 2, "trainer.prompts_per_step": 512}),
+        ("Qwen2.5-7B", 16, {"slurm.nodes": 2, "trainer.prompts_per_step": 512, "algorithm.overlong.penalty": "soft"}),
         ("Qwen2.5-0.5B", 0, {"rollout.engine": "embedded", "policy.precision": "fp32"}),
     ],
 )
@@ -34,6 +38,14 @@ def test_a_planned_configuration_is_valid_and_fits(model, gpus, expected, tmp_pa
     assert main(words) == 2 and "name a new file" in capsys.readouterr().err
     words[-1] = str(tmp_path / "none" / "run.yaml")
     assert main(words) == 2 and "No such file or directory" in capsys.readouterr().err
+
+
+def test_the_sizes_in_the_docs_are_those_of_init(capsys):
+    rows = re.findall(r"^\| (Qwen[^|]*) \| (\d+) × (\S+) \| .* \| (\d+) \| (\d+) s \|$", PLANNING.read_text(), re.M)
+    assert len(rows) >= 7
+    for model, gpus, gpu, memory, seconds in rows:
+        assert main(["init", "--model", model, "--data", "p.jsonl", "--gpus", gpus, "--gpu", gpu]) == 0
+        assert f"Predicted: {seconds} s a step, {memory} GiB a GPU" in capsys.readouterr().out, (model, gpus, gpu)
 
 
 def test_a_model_that_does_not_fit_is_refused(capsys):

@@ -78,7 +78,7 @@ def sglang_command(
         ]  # fmt: skip
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     else:
-        command += ["--base-gpu-id", str(index * config.tensor_parallel)]
+        command += ["--base-gpu-id", str(demands.first_gpu + index * config.tensor_parallel)]
         command += ["--enable-memory-saver"] if config.share_gpus else []
         # SGLang would turn it off, and ranks on one host with different settings cannot share a communicator:
         # weights over NCCL end with "Cuda failure 'invalid argument'".
