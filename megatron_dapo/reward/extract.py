@@ -123,7 +123,7 @@ def _line_after(text: str, start: int) -> str:
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
-    """Start and content of the last balanced box; adjacent boxes (`and`, commas) are a list."""
+    """Start and content of the last balanced box; different adjacent boxes (`and`, commas) are a list."""
     open_braces: list[int | None] = []
     boxes: list[tuple[int, int, int]] = []  # start, start of the content, end of the content
     starts: list[int] = []
@@ -148,8 +148,10 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
             continue
         if start - earlier[2] > 40 or not _BETWEEN_BOXES.fullmatch(text, earlier[2] + 1, start):
             break
-        start = earlier[0]
-        parts.append(text[earlier[1] : earlier[2]])
+        start, part = earlier[0], text[earlier[1] : earlier[2]]
+        short, long = sorted((p.replace(" = ", "=").strip() for p in (part, parts[-1])), key=len)
+        if not f"={long}".endswith(f"={short}"):  # `x = 5` repeats `5`
+            parts.append(part)
     return start, ", ".join(reversed(parts))
 
 

@@ -121,8 +121,7 @@ class MathGrader:
         return None if verdict is None else self._scores.grade(verdict[0], answer, verdict[1])
 
     def grade(self, prompt: Prompt, response: str) -> Grade:
-        quick = self.quick(prompt, response)
-        if quick is not None:
+        if quick := self.quick(prompt, response):
             return quick
         answer = final_answer(response) or ""
         correct, reason = equivalent(reference_answer(prompt.answer), answer)
