@@ -177,6 +177,31 @@ def test_too_long_prompts_are_dropped_or_cut_from_the_left(tmp_path, tokenizer):
     assert [p.text for p in load(path, tokenizer, limit=6)] == ["12+34=", "1+1="]
 
 
+@pytest.fixture(scope="module")
+def llama():
+    """A tokenizer that, like Llama's, begins a text with a token; with `add_eos_token` it would also end it."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = arithmetic_tokenizer()
+    begin, end = "<|im_start|>", "<|im_end|>"
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (begin, end)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A {end}", None, special)
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", ["plain", "{question}", "<|im_start|>{question}"])
+def test_without_a_chat_template_a_prompt_begins_with_the_tokenizers_own_token(tmp_path, tokenizer, llama, template):
+    path = write(tmp_path / "q.jsonl", [{"question": "12+34=", "answer": "46"}])
+    (prompt,) = load(path, llama, template=template)
+    assert tokenizer.decode(prompt.tokens) == "<|im_start|>12+34="
+    (cut,) = load(path, llama, 5, template=template, too_long="cut-left")
+    assert tokenizer.decode(cut.tokens) == "<|im_start|>+34=" and len(cut.tokens) == 5
+    (chat,) = load(path, llama, template="chat")
+    assert tokenizer.decode(chat.tokens) == chat.text == TURN.format("12+34=")
+    (cut,) = load(path, llama, 5, template="chat", too_long="cut-left")
+    assert tokenizer.decode(cut.tokens).startswith("<|im_start|>") and len(cut.tokens) == 5
+
+
 LATEX = r"What is {x} of \frac{1}{2}?"
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
