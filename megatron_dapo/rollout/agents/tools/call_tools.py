@@ -24,8 +24,6 @@ from megatron_dapo.rollout.agents.tools.sandbox import TOOLS, Sandbox, ToolLimit
 from megatron_dapo.types import Prompt
 
 # Finds tool calls in a response: Qwen's format (hermes), `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-
-
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
