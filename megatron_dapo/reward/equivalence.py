@@ -82,7 +82,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
         return False, "different words"
     marks = [mark[1] or mark[2] for text in (reference, answer) if (mark := _MARK.fullmatch(text.lower()))]
     if len(set(marks)) > 1:
-        return False, "another half of the day or base of the number"
+        return False, "different subscript or half of the day"
     expected, found = number(reference), number(answer)
     if expected is not None and found is not None:
         if expected == found:
