@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -237,28 +236,32 @@ def with_local_model(config: Config) -> Config:
     return config
 
 
+def fetch(name: str, patterns: list[str], kind: str = "model") -> str:
+    """The directory of a repository on the hub. What the cache has is not fetched again. Raises OSError."""
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.partition("@")
+    return str(snapshot_download(repository, repo_type=kind, revision=revision or None, allow_patterns=patterns))
+
+
 def local_model(name: str, *, weights: bool = True, key: str = "policy.model") -> str:
     """The directory of a model of the hub; any other text as it is. Without `weights`: of its small files."""
     if not name or Path(name).exists() or not HUB_ID.fullmatch(name) or name.endswith((".json", ".safetensors")):
         return name
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    repository, _, revision = name.partition("@")
-    patterns = [*TEXTS, *WEIGHTS] if weights else TEXTS
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     try:
-        return str(snapshot_download(
-            repository, revision=revision or None, allow_patterns=patterns, local_files_only=offline
-        ))  # fmt: skip
+        return fetch(name, [*TEXTS, *WEIGHTS] if weights else TEXTS)
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        repository = name.partition("@")[0]
         folder, _, model = repository.partition("/")
         what = f"ORGANISATION/{model} --local-dir {repository}" if folder == "models" else repository
         raise ConfigError(
             f"{key}: there is no directory {name}. A model of that name on the hub is not in the cache, and "
-            f"{why}: name an existing directory, or download it where there is a network (hf download {what})"
+            f"{'HF_HUB_OFFLINE is set' if HF_HUB_OFFLINE else 'the hub cannot be reached'}: name an existing "
+            f"directory, or download it where there is a network (hf download {what})"
         ) from None
-    except (HfHubHTTPError, OSError) as error:
+    except OSError as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{key}: {name} is no directory, and the hub refused it: {first}") from None

@@ -30,6 +30,7 @@ from typing import Any
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data import PromptFileConfig
+from megatron_dapo.config.load import HUB_ID, fetch
 
 Row = dict[str, Any]
 BATCH_ROWS = 2048
@@ -55,9 +56,8 @@ def find_files(config: PromptFileConfig) -> list[Path]:
         if not found:
             raise DataError(f"data.path: no file matches {path!r}")
         return found
-    if looks_like_hub_name(path):
-        folder = download(path)
-        return _of_split(folder, sorted(folder.rglob("*.parquet")), config)
+    if HUB_ID.fullmatch(path) and not path.endswith((*PARQUET_ENDINGS, *TEXT_ENDINGS, ".gz")):
+        return _of_split(*download(path), config)
     raise DataError(f"data.path: no file {path!r}" if path else "data.path is empty: name a jsonl or parquet file")
 
 
@@ -68,25 +68,22 @@ def _ending(file: Path) -> str:
     return ending if known and file.is_file() else ""
 
 
-def looks_like_hub_name(path: str) -> bool:
-    parts = path.split("/")
-    return len(parts) == 2 and all(parts) and not path.startswith((".", "~")) and not Path(path).suffix
-
-
-def download(name: str) -> Path:
-    """The folder with the parquet files of a hub dataset, from the local cache if they are there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
+def download(name: str) -> tuple[Path, list[Path]]:
+    """The folder of a hub dataset, and its parquet files; if it has none, its text files."""
     try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet", "**/*.parquet"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        for endings in (PARQUET_ENDINGS, TEXT_ENDINGS):
+            folder = Path(fetch(name, [f"*{ending}{gz}" for ending in endings for gz in ("", ".gz")], "dataset"))
+            files = sorted(f for f in folder.rglob("*") if _ending(f) in endings and "dataset_info" not in f.name)
+            if files:
+                break
+    except OSError as error:
         offline = ", and unset HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise DataError(
             f"data.path: {name!r} is not a file, and the hub dataset of that name could not be fetched "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). Check the name "
             f"and the network{offline}, or download the parquet file and give its path"
         ) from error
+    return folder, files
 
 
 def _of_split(folder: Path, files: list[Path], config: PromptFileConfig) -> list[Path]:
@@ -178,7 +175,9 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, Row | str]]:
     number = 0
     try:
         for batch in pq.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS):
-            for row in _batch_rows(batch):
+            # Through its text a float32 0.1 becomes 0.1, not 0.10000000149011612.
+            exact = [c.cast("string").cast("double") if c.type == pa.float32() else c for c in batch.columns]
+            for row in _batch_rows(pa.RecordBatch.from_arrays(exact, batch.schema.names)):
                 number += 1
                 yield number, row
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
@@ -386,12 +385,15 @@ def _question(value: Any, column: str) -> tuple[str, str]:
 def _answer(value: Any, column: str, marker: str) -> str:
     if value is None:
         raise BadRow(f"{column}: the answer is null")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise BadRow(f"{column}: expected text or a number, found {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(f"{column}: the answer is {value}")
-    # No exponent, which the dapo grader does not read, and no `.0` of an integer in a column of floats.
-    answer = f"{Decimal(repr(value)):f}".removesuffix(".0") if isinstance(value, float) else str(value)
+    answer = str(value)
+    if isinstance(value, float | Decimal):
+        if not math.isfinite(value):
+            raise BadRow(f"{column}: the answer is {value}")
+        # No exponent, which the dapo grader does not read, and no `.0` of an integer in a column of floats.
+        whole, point, rest = f"{Decimal(answer):f}".partition(".")
+        answer = whole + (point + rest).rstrip("0").rstrip(".")
     if marker and marker in answer:
         answer = answer.rpartition(marker)[2]
     if not answer.strip():

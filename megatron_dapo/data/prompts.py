@@ -180,18 +180,23 @@ def _tokenise(
     entries: list[_Entry], config: PromptFileConfig, tokenizer: Any, limit: int | None, report: LoadReport
 ) -> list[Prompt]:
     texts = [_render(entry.problem, config, tokenizer) for entry in entries]
+    bare, whole = (tokenizer(["0"], add_special_tokens=special)["input_ids"][0] for special in (False, True))
+    begin = whole[: whole.index(bare[0])] if bare else []  # Llama's BOS; chat templates write it themselves
     token_lists = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     prompts = []
     for entry, text, tokens in zip(entries, texts, token_lists, strict=True):
         if not tokens:
             report.bad.append((entry.line, "the tokenizer makes no tokens of it"))
             continue
+        if not config.template.endswith("chat") and tokens[: len(begin)] != begin:
+            tokens = [*begin, *tokens]
         if limit is not None and len(tokens) > limit:
             if config.too_long == "drop":
                 report.too_long.append((entry.line, len(tokens)))
                 continue
             report.cut += 1
-            tokens = tokens[-limit:]
+            kept = len(begin) if tokens[: len(begin)] == begin else 0
+            tokens = tokens[:kept] + tokens[len(tokens) - limit + kept :]
             text = tokenizer.decode(tokens)
         meta = {"question": entry.problem.question, "line": entry.line, **_more_meta(entry.problem, config)}
         source = entry.problem.source or Path(config.path).stem
@@ -235,8 +240,6 @@ def answer_key(answer: str) -> str:
 
 
 # The model's tokenizer, checked: a directory without one, or with another model's, is an error that says so.
-
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 

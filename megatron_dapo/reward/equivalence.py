@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import accumulate
 from string import ascii_lowercase
 from typing import Any
-from unicodedata import numeric
+from unicodedata import normalize, numeric
 
 from megatron_dapo.reward.extract import CHANGE_VALUE
 
@@ -21,7 +21,8 @@ MAX_DIGITS = 400
 MAX_DEPTH = 20  # of brackets; parsers take exponential time for deeper nesting
 
 _GROUP = r"(?:,|\{,\}|\\,|,\\!|\\ |\\;|\s)"
-_PLAIN = rf"[+-]?\s?(?:\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d+)(?:\.\d*)?|[+-]?\.\d+"
+_PLAIN = rf"(?:[+-]?\s?(?:\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d+)(?:\.\d*)?|[+-]?\.\d+)(?:[eE][+-]?\d{{1,3}})?"
+_TIMES_TEN = re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|[×·*])\s?10\s?\^\s?\{?\s?([+-]?\d{1,3})(?!\d)\s?\}?")
 _NUMBER = re.compile(rf"(?:\\?[$€£]\s?)?({_PLAIN})")
 _RATIO = re.compile(
     r"([+-]?)\s?(?:(\d+)\s+(?=\d))?(?:(\d+)\s?/\s?(\d+)|\\[dtc]?frac\s?(?:\{\s?([+-]?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d)))"
@@ -29,6 +30,7 @@ _RATIO = re.compile(
 _RATIO_PERCENT = re.compile(r"([+-]?[\d\s]{0,20}(?:/|\\[dtc]?frac)[{}\d\s]{1,20}?)\s?(?:\\?%|per ?cent)")
 # A dash between two numbers may be a range.
 _SIGN = re.compile(r"(?i)(^|[=([{,;]\s?)(?:[‒–—]\s?|(?:minus|negative)\s)(?=[\d.$\\¼-¾⅐-⅞])")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻]+")
 _SMALL_FRACTION = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3}){1,9}|\d{1,30})?\s?([¼-¾⅐-⅞])")
 _REPEATING = re.compile(r"(?<![\d.,])(\d{0,30}\.\d{0,30})\\(?:overline|bar|dot)\s?(?:\{\s?(\d{1,30})\s?\}|(\d))")
 _MIXED = re.compile(r"\d\s+\d+\s?/\s?\d")
@@ -57,7 +59,8 @@ _NUMBERS_IN_A_ROW = re.compile(r"\d(?:\s|\\[,;: ]|\\quad)+\d")
 _ASSIGNMENT = re.compile(r"\\?[A-Za-z][A-Za-z_0-9{}()]{0,20}\s*=\s*")
 _SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
 _ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?")
-_SCIENTIFIC = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})\s*")
+# The half of the day, or the base of a number.
+_MARK = re.compile(r"[\d:.,~\\\s]+(?:(?:text|mathrm)\s?\{)?\s?([ap])\.?m\b[^-+*/^]*|[^_]*_\{?(\d+)\}?")
 LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
@@ -77,8 +80,10 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
         return False, f"nested deeper than {MAX_DEPTH} levels"
     if is_words(reference):
         return False, "different words"
-    expected = number(reference)
-    found = number(answer)
+    marks = [mark[1] or mark[2] for text in (reference, answer) if (mark := _MARK.fullmatch(text.lower()))]
+    if len(set(marks)) > 1:
+        return False, "different subscript or half of the day"
+    expected, found = number(reference), number(answer)
     if expected is not None and found is not None:
         if expected == found:
             return True, "same number"
@@ -99,7 +104,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
 def equivalent(reference: str, answer: str) -> tuple[bool, str]:
     """What math-verify says about the two as LaTeX. Takes unbounded time: call it only in a process with limits."""
     reference, answer = _with_signs(reference), _with_signs(answer)
-    expected, found = (_parse(_latex(text, other)) for text, other in ((reference, answer), (answer, reference)))
+    expected, found = _parse(_latex(reference)), _parse(_latex(answer))
     if not expected:
         return False, "the reference cannot be read as mathematics, and the text differs"
     if not found:
@@ -111,7 +116,8 @@ def equivalent(reference: str, answer: str) -> tuple[bool, str]:
 
 
 def _with_signs(text: str) -> str:
-    """A leading dash or `minus` as a minus sign; `2½` and `0.\\overline{3}` as fractions."""
+    """A leading dash or `minus` as a minus sign; `2½` and `0.\\overline{3}` as fractions; `x²` with `^`."""
+    text = _SUPERSCRIPT.sub(lambda found: f"^{{{normalize('NFKC', found[0])}}}".replace("−", "-"), text)
     return _REPEATING.sub(_repeating, _SMALL_FRACTION.sub(_mixed, _SIGN.sub(r"\1-", text)))
 
 
@@ -134,13 +140,13 @@ def number(text: str) -> Fraction | None:
     text = _ASSIGNMENT.sub("", text.strip(), count=1) if "=" in text[:24] else text.strip()
     if len(text) > MAX_DIGITS:
         return None
-    text = _DEGREES.sub("", text)
+    text = _TIMES_TEN.sub(r"e\1", _DEGREES.sub("", text))
     plain = _NUMBER.fullmatch(text)
     if plain is None:
         unit = _UNIT.fullmatch(text)
         plain = unit if unit and "%" not in text and _is_unit(unit[2] or "") and not _NOT_UNITS.search(text) else None
     if plain is not None:
-        return Fraction(re.sub(r"[^\d.+-]", "", plain[1].replace("\\!", "")).removesuffix("."))
+        return Fraction(re.sub(r"[^\d.+\-eE]", "", plain[1].replace("\\!", "")).removesuffix("."))
     ratio = _RATIO.fullmatch(text)
     if ratio is None:
         return None
@@ -205,13 +211,9 @@ def _is_number_list(answer: str) -> bool:
     return len(parts) > 1 and all(number(part.strip("$ ")) is not None for part in parts)
 
 
-def _latex(text: str, other: str) -> str:
-    """LaTeX that math-verify reads: no stray dollar signs; units and plain-text operators as LaTeX commands. Beside a
-    number 2e-1 is 0.2, not Euler's number."""
+def _latex(text: str) -> str:
+    """LaTeX that math-verify reads: no stray dollar signs; units and plain-text operators as LaTeX commands."""
     text = re.sub(r"\\?\$", "", text)
-    scientific = _SCIENTIFIC.fullmatch(text)
-    if scientific and (number(other) is not None or _SCIENTIFIC.fullmatch(other)):
-        return rf"{scientific[1]}\times 10^{{{scientific[2]}}}"
     percent = _RATIO_PERCENT.fullmatch(text)
     if percent and (value := number(percent[1])) is not None:  # math-verify divides by the denominator in percent
         text = f"{float(value):.12f}%"

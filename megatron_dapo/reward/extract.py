@@ -123,22 +123,16 @@ def _line_after(text: str, start: int) -> str:
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
-    """Start and content of the last balanced box; adjacent boxes (`and`, commas) are a list."""
-    open_braces: list[int | None] = []
+    """Start and content of the last balanced box; different adjacent boxes (`and`, commas) are a list."""
+    open_braces: list[tuple[int, int] | None] = []  # a box's start and the start of its content; None: another brace
     boxes: list[tuple[int, int, int]] = []  # start, start of the content, end of the content
-    starts: list[int] = []
     for match in _BRACE.finditer(text):
         token = match[0]
         if token == "}":
-            if open_braces:
-                content = open_braces.pop()
-                if content is not None:
-                    boxes.append((starts.pop(), content, match.start()))
+            if open_braces and (box := open_braces.pop()):
+                boxes.append((*box, match.start()))
         elif token.endswith("{") and token != "\\{":
-            is_box = len(token) > 1
-            open_braces.append(match.end() if is_box else None)
-            if is_box:
-                starts.append(match.start())
+            open_braces.append(match.span() if len(token) > 1 else None)
     if not boxes:
         return None
     start, content, end = boxes[-1]
@@ -148,8 +142,10 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
             continue
         if start - earlier[2] > 40 or not _BETWEEN_BOXES.fullmatch(text, earlier[2] + 1, start):
             break
-        start = earlier[0]
-        parts.append(text[earlier[1] : earlier[2]])
+        start, part = earlier[0], text[earlier[1] : earlier[2]]
+        short, long = sorted((p.replace(" = ", "=").strip() for p in (part, parts[-1])), key=len)
+        if not f"={long}".endswith(f"={short}"):  # `x = 5` repeats `5`
+            parts.append(part)
     return start, ", ".join(reversed(parts))
 
 

@@ -121,8 +121,7 @@ class MathGrader:
         return None if verdict is None else self._scores.grade(verdict[0], answer, verdict[1])
 
     def grade(self, prompt: Prompt, response: str) -> Grade:
-        quick = self.quick(prompt, response)
-        if quick is not None:
+        if quick := self.quick(prompt, response):
             return quick
         answer = final_answer(response) or ""
         correct, reason = equivalent(reference_answer(prompt.answer), answer)
@@ -146,11 +145,8 @@ class DapoGrader:
     grade = quick
 
 
-class ExactGrader:
+class ExactGrader(MathGrader):
     """Correct if the final answer is the reference, character by character; only white space may differ."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        self._scores = Scores(config)
 
     def quick(self, prompt: Prompt, response: str) -> Grade:
         answer = final_answer(response)
@@ -158,8 +154,6 @@ class ExactGrader:
             return self._scores.grade(False, None, "no answer found")
         correct = answer.split() == reference_answer(prompt.answer).split()
         return self._scores.grade(correct, answer, "same text" if correct else "different text")
-
-    grade = quick
 
 
 class FunctionGrader:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -177,6 +178,31 @@ def test_too_long_prompts_are_dropped_or_cut_from_the_left(tmp_path, tokenizer):
     assert [p.text for p in load(path, tokenizer, limit=6)] == ["12+34=", "1+1="]
 
 
+@pytest.fixture(scope="module")
+def llama():
+    """A tokenizer that, like Llama's, begins a text with a token; with `add_eos_token` it would also end it."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = arithmetic_tokenizer()
+    begin, end = "<|im_start|>", "<|im_end|>"
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (begin, end)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A {end}", None, special)
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", ["plain", "{question}", "<|im_start|>{question}"])
+def test_without_a_chat_template_a_prompt_begins_with_the_tokenizers_own_token(tmp_path, tokenizer, llama, template):
+    path = write(tmp_path / "q.jsonl", [{"question": "12+34=", "answer": "46"}])
+    (prompt,) = load(path, llama, template=template)
+    assert tokenizer.decode(prompt.tokens) == "<|im_start|>12+34="
+    (cut,) = load(path, llama, 5, template=template, too_long="cut-left")
+    assert tokenizer.decode(cut.tokens) == "<|im_start|>+34=" and len(cut.tokens) == 5
+    (chat,) = load(path, llama, template="chat")
+    assert tokenizer.decode(chat.tokens) == chat.text == TURN.format("12+34=")
+    (cut,) = load(path, llama, 5, template="chat", too_long="cut-left")
+    assert tokenizer.decode(cut.tokens).startswith("<|im_start|>") and len(cut.tokens) == 5
+
+
 LATEX = r"What is {x} of \frac{1}{2}?"
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -244,6 +270,18 @@ def test_numbers_are_written_as_a_response_would(tmp_path, tokenizer):
     assert dict(prompts.report.bad) == {7: "answer: the answer is nan", 8: "answer: the answer is -inf"}
 
 
+def test_numbers_of_a_parquet_column_are_the_shortest_text_of_their_own_type(tmp_path, tokenizer):
+    """A float32 0.1 is 0.10000000149011612 as a float64, which no response would match."""
+    for kind, value in {pa.float32(): 0.1, pa.float64(): 0.1, pa.decimal128(38, 30): Decimal("0.10")}.items():
+        answers = pa.array([value, 42, -3, None], kind)
+        pq.write_table(pa.table({"question": ["1", "2", "3", "4"], "answer": answers}), tmp_path / "n.parquet")
+        assert [p.answer for p in load(str(tmp_path / "n.parquet"), tokenizer)] == ["0.1", "42", "-3"], kind
+    large = Decimal("123456789012345678901234567890.12")
+    for answers, text in ((pa.array([1e20], pa.float32()), "1" + 20 * "0"), (pa.array([large]), str(large))):
+        pq.write_table(pa.table({"question": ["1"], "answer": answers}), tmp_path / "n.parquet")
+        assert [p.answer for p in load(str(tmp_path / "n.parquet"), tokenizer)] == [text]
+
+
 def test_a_huge_field_of_a_table_is_a_prompt_that_is_too_long(tmp_path, tokenizer):
     (tmp_path / "rows.csv").write_text(f"question,answer\n{'1+' * 100_000},2\n1+1=,2\n")
     prompts = load(str(tmp_path / "rows.csv"), tokenizer, limit=100)
@@ -300,6 +338,27 @@ def test_a_hub_dataset_is_read_from_its_parquet_files(tmp_path, tokenizer, monke
     assert [p.text for p in load("someone/sums", tokenizer, split="test")] == ["3+3="]
     with pytest.raises(DataError, match=r"no file of split 'validation'; it has data/test-0\.parquet"):
         load("someone/sums", tokenizer, split="validation")
+
+
+def test_a_hub_dataset_may_have_a_dot_in_its_name_a_revision_and_text_files(tmp_path, tokenizer, monkeypatch):
+    import huggingface_hub
+
+    (tmp_path / "dataset_infos.json").write_text("{\n}")
+    write(tmp_path / "rows.jsonl", [{"question": "1+1=", "answer": "2"}])
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **kwargs: asked.append((name, kwargs)) or str(tmp_path)
+    )
+    for name, revision in (("AI-MO/NuminaMath-1.5", None), ("simplescaling/s1K-1.1@v2", "v2")):
+        assert [p.text for p in load(name, tokenizer)] == ["1+1="]
+        assert asked[-1][0] == name.partition("@")[0] and asked[-1][1]["revision"] == revision
+    assert {"*.jsonl", "*.json", "*.csv", "*.jsonl.gz"} <= set(asked[-1][1]["allow_patterns"])
+    assert "*.parquet" in asked[0][1]["allow_patterns"] and "*.json" not in asked[0][1]["allow_patterns"]
+    del asked[:]
+    for path in ("data/train.jsonl", "data/train.jsonl.gz", "data/train.parquet"):
+        with pytest.raises(DataError, match=f"no file '{path}'"):
+            load(path, tokenizer)
+    assert not asked
 
 
 def parquet(path, question):

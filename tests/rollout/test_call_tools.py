@@ -37,8 +37,15 @@ def test_what_is_between_the_marks_is_computed_and_follows_untrained():
     assert metrics["tools/calculator/calls"] == 2 and metrics["tools/seconds"] > 0
 
 
+def test_a_token_that_goes_on_after_the_closing_mark_ends_a_call():
+    """Engines stop on the token that contains the stop text, such as `].`; what was sampled stays."""
+    conversation, _ = talk(["so [12*34].\n", "408"], MARKS, end="")
+    (sample,) = conversation.samples
+    assert sample.response_tokens.tolist() == encode("so [12*34].\n408\n408")
+
+
 def test_a_response_without_a_call_ends_the_conversation():
-    for reply in ("408", "12*34]", "[12*34"):
+    for reply in ("408", "12*34]", "[12*34", "12*34] ["):
         conversation, metrics = talk([reply], MARKS, end="")
         assert conversation.turns == 1 and not metrics.get("tools/calls")
 

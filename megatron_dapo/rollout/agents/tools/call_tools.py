@@ -24,8 +24,6 @@ from megatron_dapo.rollout.agents.tools.sandbox import TOOLS, Sandbox, ToolLimit
 from megatron_dapo.types import Prompt
 
 # Finds tool calls in a response: Qwen's format (hermes), `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-
-
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -106,10 +104,10 @@ async def generate(prompt: Prompt, conversation: Conversation, settings: dict[st
 async def _between_marks(prompt: Prompt, conversation: Conversation, chosen: ToolSettings, sandbox: Sandbox) -> None:
     for _ in range(chosen.max_calls):
         turn = await conversation.generate(stop=[chosen.close])
-        if turn.truncated or not turn.text.endswith(chosen.close) or chosen.open not in turn.text:
+        before, closed, _ = turn.text.partition(chosen.close)  # the token that closes a call may go on: `].`
+        if turn.truncated or not closed or chosen.open not in before:
             return
-        code = turn.text.removesuffix(chosen.close).rpartition(chosen.open)[2]
-        result = await sandbox.run(chosen.tools[0], code, prompt.id)
+        result = await sandbox.run(chosen.tools[0], before.rpartition(chosen.open)[2], prompt.id)
         conversation.append(chosen.result.replace("{result}", readable(result)))
     await conversation.generate(stop=[chosen.close])
 
