@@ -26,7 +26,7 @@ from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.observe.transcripts import is_due
 from megatron_dapo.policy.batch import PER_SAMPLE, Floats, Ints, TrainBatch, trained_tokens
 from megatron_dapo.policy.critic import Critic
-from megatron_dapo.policy.loss_func import StepMetrics
+from megatron_dapo.policy.loss_func import SKIPPED, StepMetrics
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.step import UpdateRefused
 from megatron_dapo.trainer.advantages import add_values, mini_batches, shape_batch
@@ -105,7 +105,6 @@ class TrainStep:
     rollout_metrics: dict[str, float] = field(default_factory=dict)  # rank 0
     update_metrics: StepMetrics = field(default_factory=StepMetrics)
     source: StepBatch | None = None  # rank 0
-    skipped: int = 0  # updates of this step; the others have changed the weights
     trains_policy: bool = True  # False: pre-training of the critic
     critic_updates: int = 0  # done
     critic_metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -391,7 +390,8 @@ class Updates:
         try:
             fault_points.reach("loop/before_update")
             batch = step.batch.select(step.mini_batches[step.updates_done])
-            first = step.updates_done == step.skipped  # the weights are those of the beginning of the step
+            skipped = step.update_metrics.totals.get(SKIPPED, 0)
+            first = step.updates_done == skipped  # the weights are those of the beginning of the step
             limit = self._max_mismatch(step, version, first)
             record = self._config.observe.samples_tokens and is_due(version + 1, self._config.observe.samples_every)
             metrics = self._policy.update(batch, first=first, max_mismatch=limit, record=record)
@@ -399,7 +399,8 @@ class Updates:
                 step.scores.append(scores)
             self.skipped_in_a_row = 0
         except UpdateRefused as error:
-            self._skip(step, version, error)
+            self.skipped_in_a_row += 1
+            self._report_skip(step, version, error, step.updates_done, self.skipped_in_a_row)
             metrics = {"update_skipped": 1.0}
         step.update_metrics.add(metrics)
         step.updates_done += 1
@@ -416,11 +417,6 @@ class Updates:
         if not (first and gate.enabled) or self._config.recomputes_old_logprobs:
             return None
         return gate_limits(gate, first=False, fresh=self._fresh(step, version)).max_mean_gap
-
-    def _skip(self, step: TrainStep, version: int, error: UpdateRefused) -> None:
-        self.skipped_in_a_row += 1
-        step.skipped += 1
-        self._report_skip(step, version, error, step.updates_done, self.skipped_in_a_row)
 
     def _report_skip(
         self, step: TrainStep, version: int, error: UpdateRefused, update: int, in_a_row: int, whose: str = ""
