@@ -117,8 +117,7 @@ class PolicyLoss:
         """[tokens] of whole sequences: each token's `weight` and weighted `loss`, both 0 where it is masked or removed;
         and every value that the metrics of corrections and objective average."""
         scores, batch, terms, losses = self._evaluate(scores, batch, identity)
-        weighted = _weighted(scores, batch, terms, losses)
-        own = {"weight": blank(batch.weights, _kept(batch, terms)), "loss": weighted}
+        own = {"weight": blank(batch.weights, _kept(batch, terms)), "loss": _weighted(scores, batch, terms, losses)}
         return own | terms.corrections.means | self.objective.metrics(scores, batch, terms.sums).means
 
     def sum(self, scores: Scores, batch: TokenBatch) -> Tensor:

@@ -202,9 +202,7 @@ class Config(Section):
     def _check_critic(self) -> None:
         pretraining = self.critic.pretraining
         if pretraining.explained_variance is not None and not pretraining.steps:
-            raise ValueError(
-                "critic.pretraining.explained_variance ends pre-training earlier than its steps, which are 0"
-            )
+            raise ValueError("critic.pretraining.explained_variance ends pre-training before its steps, which are 0")
         if self.uses_critic:
             self.check_second_model()
 
@@ -215,10 +213,7 @@ class Config(Section):
         if self.rollout.servers.share_base:
             raise ConfigError("rollout.servers.share_base needs no critic: set it to false")
         if self.policy.tp_comm_overlap:
-            raise ConfigError(
-                "policy.tp_comm_overlap has communication buffers for one model, but the critic is a second one: turn "
-                "it off"
-            )
+            raise ConfigError("policy.tp_comm_overlap has buffers for one model; the critic is a second: turn it off")
         if self.policy.precision == "bf16" and not self.policy.distributed_optimizer:
             raise ConfigError(
                 "policy.distributed_optimizer is false, but the critic's value head is in fp32 among weights in bf16, "

@@ -114,8 +114,7 @@ class BatchQueue:
             raise self._error
 
     async def interrupt(self) -> None:
-        if self._task is not None:
-            task = self._task
+        if (task := self._task) is not None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -332,7 +331,7 @@ class RolloutDriver:
         async with watch_load(self.engine) as load:
             batch = await self.sampler.collect(step)
         batch.metrics |= {**self.cursor.metrics(batch), **load.metrics()}
-        self._tool_counts.update(take_shared_metrics())
+        self._tool_counts.update(take_shared_metrics() if self._function is not None else {})
         batch.metrics, self._tool_counts = batch.metrics | self._tool_counts, Counter()
         shown = batch.groups[: self.config.observe.samples_groups]
         self._responses.add_texts([sample for group in shown for sample in group.samples])
@@ -341,8 +340,6 @@ class RolloutDriver:
         return batch
 
     async def evaluate(self, step: int, on_progress: Callable[[int, int], None]) -> Evaluation:
-        """What graders and tools do in it is not counted for the next step."""
-
         def advance(done: int, total: int) -> None:
             self._progress += 1
             fault_points.reach("rollouts/evaluating")
@@ -354,7 +351,7 @@ class RolloutDriver:
         self._tool_counts.update(take_shared_metrics())
         try:
             return await evaluate_sets(self.engine, self.problems, graders, settings, seed, advance, self._function)
-        finally:
+        finally:  # what graders and tools did in it is not the next step's
             _ = take_shared_metrics(), self.reward_metrics()
             self._counted = {name: value - before.get(name, 0.0) for name, value in self._counted.items()}
 

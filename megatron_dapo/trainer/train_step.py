@@ -304,7 +304,6 @@ class Updates:
         self.critic_is_ready = False  # pre-training has ended before its last step
         self._critic = critic
         self._config = config
-        self._recomputes_old_logprobs = config.recomputes_old_logprobs
         self._policy = policy
         self._collectives = collectives
         self._profiler = StepProfiler(config, policy.runtime.rank)
@@ -317,7 +316,7 @@ class Updates:
         fault_points.reach("loop/before_log_probs")
         pretrained = self.critic_is_ready or version >= self._config.critic.pretraining.steps
         step.trains_policy = self._critic is None or pretrained
-        recomputes = self._recomputes_old_logprobs and step.trains_policy
+        recomputes = self._config.recomputes_old_logprobs and step.trains_policy
         if recomputes or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if self._config.gate.enabled and not self._pass_gate(step, version, logprobs):
@@ -331,7 +330,7 @@ class Updates:
     def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> bool:
         """The first batch of a run must pass. The result of the first one of every start is reported."""
         first, self.gate_passed = not self.gate_passed, True
-        limits = gate_limits(self._config.gate, first=first, fresh=self._fresh(step, version))
+        limits = gate_limits(self._config.gate, first=first, fresh=self._collectives.agree(step.sampled_by(version)))
         gap, rejected = None, ""
         with self._collectives.on_driver("checking the gate") as mine:
             if mine:  # it has the engine's log-probs of every sample
@@ -347,9 +346,6 @@ class Updates:
         if gap is not None and version == 0:  # a resumed run records what an uninterrupted one does
             step.rollout_metrics |= gap.metrics
         return not self._collectives.agree(bool(rejected))
-
-    def _fresh(self, step: TrainStep, version: int) -> bool:
-        return self._collectives.agree(step.sampled_by(version))
 
     def add_values(self, step: TrainStep) -> None:
         """The critic's values, if there is a critic, and the advantages: all that the policy's updates need of it."""
@@ -390,8 +386,7 @@ class Updates:
         try:
             fault_points.reach("loop/before_update")
             batch = step.batch.select(step.mini_batches[step.updates_done])
-            skipped = step.update_metrics.totals.get(SKIPPED, 0)
-            first = step.updates_done == skipped  # the weights are those of the beginning of the step
+            first = step.updates_done == step.update_metrics.totals.get(SKIPPED, 0)  # no weight has changed in it
             limit = self._max_mismatch(step, version, first)
             record = self._config.observe.samples_tokens and is_due(version + 1, self._config.observe.samples_every)
             metrics = self._policy.update(batch, first=first, max_mismatch=limit, record=record)
@@ -416,7 +411,7 @@ class Updates:
         gate = self._config.gate
         if not (first and gate.enabled) or self._config.recomputes_old_logprobs:
             return None
-        return gate_limits(gate, first=False, fresh=self._fresh(step, version)).max_mean_gap
+        return gate_limits(gate, first=False, fresh=self._collectives.agree(step.sampled_by(version))).max_mean_gap
 
     def _report_skip(
         self, step: TrainStep, version: int, error: UpdateRefused, update: int, in_a_row: int, whose: str = ""
