@@ -111,21 +111,19 @@ class PolicyLoss:
         scores, batch, terms, losses = self._evaluate(scores, batch, reduce)
         with torch.no_grad():
             sums, maxima = self._metrics(scores, batch, losses, terms)
-        return LossOutputs(self._sum(scores, batch, terms, losses), batch.counts.sum(), sums, maxima)
+        return LossOutputs(_weighted(scores, batch, terms, losses).sum(), batch.counts.sum(), sums, maxima)
 
     def details(self, scores: Scores, batch: TokenBatch) -> dict[str, Tensor]:
         """[tokens] of whole sequences: each token's `weight` and weighted `loss`, both 0 where it is masked or removed;
         and every value that the metrics of corrections and objective average."""
         scores, batch, terms, losses = self._evaluate(scores, batch, identity)
-        active = _kept(batch, terms)
-        weights = blank(batch.weights, active)
-        own = {"weight": weights, "loss": weights * blank(losses, active)}
+        own = {"weight": blank(batch.weights, _kept(batch, terms)), "loss": _weighted(scores, batch, terms, losses)}
         return own | terms.corrections.means | self.objective.metrics(scores, batch, terms.sums).means
 
     def sum(self, scores: Scores, batch: TokenBatch) -> Tensor:
         """The `loss_sum` of a call alone, for a caller that needs the gradient now and the metrics later."""
         scores, batch, terms, losses = self._evaluate(scores, batch, identity)
-        return self._sum(scores, batch, terms, losses)
+        return _weighted(scores, batch, terms, losses).sum()
 
     def included(self, batch: TokenBatch) -> Tensor:
         """bool [tokens], of a whole mini-batch: the active tokens whose sequence no correction excludes. What the model
@@ -151,12 +149,6 @@ class PolicyLoss:
             kept = {name: blank(batch.tensors[name], ~excluded) for name in COUNTED if name in batch.tensors}
             batch = replace(batch, **kept)  # type: ignore[arg-type]
         return scores, batch, terms, losses
-
-    def _sum(self, scores: Scores, batch: TokenBatch, terms: _SequenceTerms, losses: Tensor) -> Tensor:
-        """Of the tokens that are neither masked nor removed. An objective may be NaN at the others."""
-        kept = _kept(batch, terms)
-        total = (batch.weights * blank(losses, kept)).sum()
-        return total if batch.positive is None else total - (batch.positive * blank(scores.logprobs, kept)).sum()
 
     def _check_present(self, scores: Scores, batch: TokenBatch) -> None:
         config, reads_it = self.config, f"objective {self.config.objective} reads it"
@@ -281,3 +273,10 @@ def _kept(batch: TokenBatch, terms: _SequenceTerms) -> Tensor:
     """bool [tokens]: neither masked nor removed by a correction."""
     masked = terms.corrections.masked
     return batch.mask if masked is None else batch.mask & ~masked
+
+
+def _weighted(scores: Scores, batch: TokenBatch, terms: _SequenceTerms, losses: Tensor) -> Tensor:
+    """[tokens], 0 where they are masked or removed: an objective may be NaN there. With the positive-example loss."""
+    kept = _kept(batch, terms)
+    weighted = batch.weights * blank(losses, kept)
+    return weighted if batch.positive is None else weighted - batch.positive * blank(scores.logprobs, kept)

@@ -311,12 +311,12 @@ class CheckpointFolder:
         return self.prune()
 
     def _best(self, complete: list[Path]) -> tuple[float, Path] | None:
-        """Of equal scores the newest."""
-        scores = self._scores()
-        scored = [(score, _order(p), p) for p in complete if (score := self._score(p, scores)) is not None]
+        """Of equal scores one from its own evaluation, not that of an earlier step; then the newest."""
+        own = self._scores()
+        scored = [(score, p.name in own, _order(p), p) for p in complete if (score := self._score(p, own)) is not None]
         if not scored:
             return None
-        score, _, path = max(scored)
+        score, _, _, path = max(scored)
         return score, path
 
     def _score(self, path: Path, scores: Mapping[str, Any]) -> float | None:

@@ -203,7 +203,7 @@ def _scheduler_state(policy: Policy) -> dict[str, Any]:
     """Megatron-LM's learning-rate scheduler loads this; --override-opt-param-scheduler replaces its values."""
     options = policy.config.policy.optimizer
     each = policy.step.updates_per_step
-    steps = each * (options.decay_steps or policy.config.trainer.steps)
+    steps = each * (options.decay_steps or policy.step.total_steps)
     return {
         "max_lr": options.lr, "min_lr": options.min_lr, "lr_warmup_steps": each * options.warmup_steps,
         "lr_decay_style": options.schedule, "lr_decay_steps": steps, "num_steps": policy.updates,

@@ -202,19 +202,18 @@ class Config(Section):
     def _check_critic(self) -> None:
         pretraining = self.critic.pretraining
         if pretraining.explained_variance is not None and not pretraining.steps:
-            raise ValueError(
-                "critic.pretraining.explained_variance ends pre-training earlier than its steps, which are 0"
-            )
+            raise ValueError("critic.pretraining.explained_variance ends pre-training before its steps, which are 0")
         if self.uses_critic:
             self.check_second_model()
 
     def check_second_model(self) -> None:
         """What a run with a critic cannot have. Only the loaded plugin says whether a custom advantage needs one."""
+        if self.algorithm.distillation.alone:  # it removes all other advantages, but the critic's are added later
+            raise ConfigError("algorithm.distillation.alone needs an algorithm.advantage without a critic (group-std)")
+        if self.rollout.servers.share_base:
+            raise ConfigError("rollout.servers.share_base needs no critic: set it to false")
         if self.policy.tp_comm_overlap:
-            raise ConfigError(
-                "policy.tp_comm_overlap has communication buffers for one model, but the critic is a second one: turn "
-                "it off"
-            )
+            raise ConfigError("policy.tp_comm_overlap has buffers for one model; the critic is a second: turn it off")
         if self.policy.precision == "bf16" and not self.policy.distributed_optimizer:
             raise ConfigError(
                 "policy.distributed_optimizer is false, but the critic's value head is in fp32 among weights in bf16, "
@@ -233,6 +232,8 @@ class Config(Section):
                 "algorithm.distillation.alone trains on every response, but rollout.dynamic_sampling drops groups by "
                 "their grades: set it to false"
             )
+        if distillation.alone and self.algorithm.positive_coefficient > 0:
+            raise ValueError("algorithm.distillation.alone trains without grades: set positive_coefficient to 0")
 
     def _check_time_limits(self) -> None:
         """The error of the sampler saves the run; the watchdog, which ends a hanging process, cannot."""
@@ -323,7 +324,6 @@ class Config(Section):
             "rollout.engine: sglang": self.rollout.engine == "sglang",
             "rollout.weights.transport: adapter": self.rollout.weights.transport == "adapter",
             f"rollout.servers.dtype: {dtypes[-1]}": servers.dtype in dtypes,
-            "no critic": not self.uses_critic,
             "slurm.engine_nodes: 0": not self.slurm.engine_nodes,
             "trainer.ranks: 1": self.trainer.ranks == 1,
             "rollout.servers.count: 1": servers.count == 1,

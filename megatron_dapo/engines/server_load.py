@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -56,9 +56,7 @@ async def watch_load(engine: Engine, every: float = EVERY) -> AsyncIterator[Load
         if hasattr(engine, "speeds"):
             readings.speeds = engine.speeds()
         if task is not None:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            task.cancel()  # not awaited: that could take a cancellation of the caller for the task's own
 
 
 async def _watch(servers: list[Any], readings: LoadReadings, every: float) -> None:

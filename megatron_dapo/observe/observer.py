@@ -149,9 +149,9 @@ class Observer:
             self._track(record)
         self._show(lambda console: console.evaluation(step, record.metrics))
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether scores after `step` are recorded, which is so if a run was stopped after evaluating and resumed."""
-        return self._aligned and bool(self._evaluations(step))
+    def evaluation_of(self, step: int) -> dict[str, float]:
+        """The scores recorded after `step`. There are some if a run was stopped after evaluating and resumed."""
+        return {n: x for known in self._evaluations(step) for n, x in known.metrics.items()} if self._aligned else {}
 
     def _evaluations(self, step: int) -> list[Record]:
         recorded = (*self._file.records, *self._records.waiting)
@@ -314,8 +314,8 @@ class NullObserver(Observer):
 
     unwritten = ""
 
-    def has_evaluation(self, step: int) -> bool:
-        return False
+    def evaluation_of(self, step: int) -> dict[str, float]:
+        return {}
 
     def state(self) -> dict[str, Any]:
         return {}

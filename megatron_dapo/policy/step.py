@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_dapo.algorithm import PolicyLoss, Proximal, TokenBatch, positive_weights, token_weights
+from megatron_dapo.algorithm.advantages import reads_values
 from megatron_dapo.algorithm.objective import blank
 from megatron_dapo.algorithm.value_loss import ValueLoss
 from megatron_dapo.batch_invariant import BatchInvariant
@@ -105,6 +106,8 @@ class UpdateStep:
         self.updates = 0
         is_critic = shape.head == "value"
         self.updates_per_step = config.trainer.updates_per_step * (config.critic.epochs if is_critic else 1)
+        pretraining = 0 if is_critic or not reads_values(config.algorithm) else config.critic.pretraining.steps
+        self.total_steps = max(1, config.trainer.steps - pretraining)  # that update this model
         self.loss: PolicyLoss | ValueLoss = ValueLoss(config.critic.clip) if is_critic else PolicyLoss(config.algorithm)
         self._read_output: ReadOutput = from_value_head if is_critic else from_head
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
@@ -344,7 +347,7 @@ class UpdateStep:
     def step_optimizer(self) -> dict[str, float]:
         """Clips and steps. If the gradient is not finite, every rank raises and nothing has changed."""
         optimizer = self.config.policy.optimizer
-        rate = learning_rate(optimizer, self.updates, self.updates_per_step, self.config.trainer.steps)
+        rate = learning_rate(optimizer, self.updates, self.updates_per_step, self.total_steps)
         set_learning_rate(self.optimizer, rate, optimizer.weight_decay)
         try:
             _, norm, _ = self.optimizer.step()

@@ -27,7 +27,7 @@ from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.console import printable
 from megatron_dapo.observe.metrics_file import STEP, read_records
 from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens
-from megatron_dapo.policy.loss_func import StepMetrics, mean_metrics
+from megatron_dapo.policy.loss_func import SKIPPED, StepMetrics, mean_metrics
 from megatron_dapo.policy.step import LossInputs
 from megatron_dapo.types import StepBatch
 
@@ -85,7 +85,8 @@ def explain_step(run: Path, step: int) -> StepExplanation:
     for number, (a, b) in enumerate(pairwise([0, *np.cumsum(arrays["updates"]).tolist()])):
         mini = slice(batch.response_offsets[a], batch.response_offsets[b])
         scores = Scores(*(torch.from_numpy(arrays[name][mini]).double() for name in ("new_logprobs", "entropy")))
-        found, metrics = _explain_update(loss, scores, batch.select(range(a, b)), config, first=number == 0)
+        first = number == totals.totals.get(SKIPPED, 0)
+        found, metrics = _explain_update(loss, scores, batch.select(range(a, b)), config, first=first)
         totals.add(metrics)
         parts.append(found)
     values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

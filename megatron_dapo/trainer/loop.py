@@ -288,8 +288,9 @@ class Trainer:
         every, last = self.config.evaluate.every, self.steps_done == self.config.trainer.steps
         if not every or not self.config.evaluate.data.files or (self.steps_done % every and not last):
             return
-        if self.collectives.agree(self.observer.has_evaluation(self.steps_done)):
-            return
+        recorded = self.observer.evaluation_of(self.steps_done)
+        if self.collectives.agree(bool(recorded)):
+            return self.saves.rate(recorded)  # the checkpoint was saved before
         result = self.rollouts.evaluate(self.steps_done)
         with self.collectives.on_driver(f"recording the evaluation after step {self.steps_done}") as mine:
             if mine:

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
@@ -113,8 +114,7 @@ class BatchQueue:
             raise self._error
 
     async def interrupt(self) -> None:
-        if self._task is not None:
-            task = self._task
+        if (task := self._task) is not None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -173,6 +173,7 @@ class RolloutDriver:
         self._operations: set[asyncio.Task[Any] | None] = set()  # that run
         self._opened = contextlib.AsyncExitStack()
         self._counted: dict[str, float] = {}
+        self._tool_counts = Counter[str]()  # since the last batch
         self._engine: Engine | None = None
         self._sampler: Sampler | None = None
         self._teacher: Teacher | None = None
@@ -330,7 +331,8 @@ class RolloutDriver:
         async with watch_load(self.engine) as load:
             batch = await self.sampler.collect(step)
         batch.metrics |= {**self.cursor.metrics(batch), **load.metrics()}
-        batch.metrics |= take_shared_metrics() if self._function is not None else {}
+        self._tool_counts.update(take_shared_metrics() if self._function is not None else {})
+        batch.metrics, self._tool_counts = batch.metrics | self._tool_counts, Counter()
         shown = batch.groups[: self.config.observe.samples_groups]
         self._responses.add_texts([sample for group in shown for sample in group.samples])
         fault_points.reach("rollouts/after_collect")
@@ -345,8 +347,13 @@ class RolloutDriver:
 
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
-        graders = self._responses.graders
-        return await evaluate_sets(self.engine, self.problems, graders, settings, seed, advance, self._function)
+        graders, before = self._responses.graders, self._reward_counts()
+        self._tool_counts.update(take_shared_metrics())
+        try:
+            return await evaluate_sets(self.engine, self.problems, graders, settings, seed, advance, self._function)
+        finally:  # what graders and tools did in it is not the next step's
+            _ = take_shared_metrics(), self.reward_metrics()
+            self._counted = {name: value - before.get(name, 0.0) for name, value in self._counted.items()}
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call: retries, restarts, errors, seconds."""

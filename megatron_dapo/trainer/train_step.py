@@ -26,7 +26,7 @@ from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.observe.transcripts import is_due
 from megatron_dapo.policy.batch import PER_SAMPLE, Floats, Ints, TrainBatch, trained_tokens
 from megatron_dapo.policy.critic import Critic
-from megatron_dapo.policy.loss_func import StepMetrics
+from megatron_dapo.policy.loss_func import SKIPPED, StepMetrics
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.step import UpdateRefused
 from megatron_dapo.trainer.advantages import add_values, mini_batches, shape_batch
@@ -105,7 +105,6 @@ class TrainStep:
     rollout_metrics: dict[str, float] = field(default_factory=dict)  # rank 0
     update_metrics: StepMetrics = field(default_factory=StepMetrics)
     source: StepBatch | None = None  # rank 0
-    skipped: int = 0  # updates of this step; the others have changed the weights
     trains_policy: bool = True  # False: pre-training of the critic
     critic_updates: int = 0  # done
     critic_metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -305,7 +304,6 @@ class Updates:
         self.critic_is_ready = False  # pre-training has ended before its last step
         self._critic = critic
         self._config = config
-        self._recomputes_old_logprobs = config.recomputes_old_logprobs
         self._policy = policy
         self._collectives = collectives
         self._profiler = StepProfiler(config, policy.runtime.rank)
@@ -318,7 +316,7 @@ class Updates:
         fault_points.reach("loop/before_log_probs")
         pretrained = self.critic_is_ready or version >= self._config.critic.pretraining.steps
         step.trains_policy = self._critic is None or pretrained
-        recomputes = self._recomputes_old_logprobs and step.trains_policy
+        recomputes = self._config.recomputes_old_logprobs and step.trains_policy
         if recomputes or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if self._config.gate.enabled and not self._pass_gate(step, version, logprobs):
@@ -332,7 +330,7 @@ class Updates:
     def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> bool:
         """The first batch of a run must pass. The result of the first one of every start is reported."""
         first, self.gate_passed = not self.gate_passed, True
-        limits = gate_limits(self._config.gate, first=first, fresh=self._fresh(step, version))
+        limits = gate_limits(self._config.gate, first=first, fresh=self._collectives.agree(step.sampled_by(version)))
         gap, rejected = None, ""
         with self._collectives.on_driver("checking the gate") as mine:
             if mine:  # it has the engine's log-probs of every sample
@@ -348,9 +346,6 @@ class Updates:
         if gap is not None and version == 0:  # a resumed run records what an uninterrupted one does
             step.rollout_metrics |= gap.metrics
         return not self._collectives.agree(bool(rejected))
-
-    def _fresh(self, step: TrainStep, version: int) -> bool:
-        return self._collectives.agree(step.sampled_by(version))
 
     def add_values(self, step: TrainStep) -> None:
         """The critic's values, if there is a critic, and the advantages: all that the policy's updates need of it."""
@@ -391,7 +386,7 @@ class Updates:
         try:
             fault_points.reach("loop/before_update")
             batch = step.batch.select(step.mini_batches[step.updates_done])
-            first = step.updates_done == step.skipped  # the weights are those of the beginning of the step
+            first = step.updates_done == step.update_metrics.totals.get(SKIPPED, 0)  # no weight has changed in it
             limit = self._max_mismatch(step, version, first)
             record = self._config.observe.samples_tokens and is_due(version + 1, self._config.observe.samples_every)
             metrics = self._policy.update(batch, first=first, max_mismatch=limit, record=record)
@@ -399,7 +394,8 @@ class Updates:
                 step.scores.append(scores)
             self.skipped_in_a_row = 0
         except UpdateRefused as error:
-            self._skip(step, version, error)
+            self.skipped_in_a_row += 1
+            self._report_skip(step, version, error, step.updates_done, self.skipped_in_a_row)
             metrics = {"update_skipped": 1.0}
         step.update_metrics.add(metrics)
         step.updates_done += 1
@@ -415,12 +411,7 @@ class Updates:
         gate = self._config.gate
         if not (first and gate.enabled) or self._config.recomputes_old_logprobs:
             return None
-        return gate_limits(gate, first=False, fresh=self._fresh(step, version)).max_mean_gap
-
-    def _skip(self, step: TrainStep, version: int, error: UpdateRefused) -> None:
-        self.skipped_in_a_row += 1
-        step.skipped += 1
-        self._report_skip(step, version, error, step.updates_done, self.skipped_in_a_row)
+        return gate_limits(gate, first=False, fresh=self._collectives.agree(step.sampled_by(version))).max_mean_gap
 
     def _report_skip(
         self, step: TrainStep, version: int, error: UpdateRefused, update: int, in_a_row: int, whose: str = ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from loss_cases import Sequence, pack, poison, policy_loss
 
-from megatron_dapo.algorithm import positive_weights
+from megatron_dapo.algorithm import PolicyLoss, positive_weights
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.trainer.advantages import shape_batch
@@ -66,6 +66,17 @@ def test_the_gradient_does_not_depend_on_micro_batches(splits):
     whole_config, whole, _ = inputs()
     expected = gradient(policy_loss(whole.scores, whole.batch, whole_config), whole, 8)
     torch.testing.assert_close(found.logprobs.grad, expected)
+
+
+@pytest.mark.parametrize("off_policy", [{}, {"importance_weight": "token", "token_mask": [0.9, 1.1]}])
+def test_the_losses_of_single_tokens_add_up_to_the_loss(off_policy):
+    """What `explain` shows."""
+    config, found, _ = inputs(**off_policy)
+    with torch.no_grad():
+        losses = PolicyLoss(config).details(found.scores, found.batch)["loss"]
+        expected = policy_loss(found.scores, found.batch, config).loss_sum
+    torch.testing.assert_close(losses.sum(), expected)
+    assert not losses[~found.mask].any()
 
 
 def test_no_right_response_adds_nothing():

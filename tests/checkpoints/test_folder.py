@@ -33,6 +33,14 @@ def test_a_stop_in_mid_step_comes_after_its_step(tmp_path):
     assert names(checkpoints) == ["step_9", "step_9+1", "step_10", "step_10+2", "step_10+12"]
 
 
+def test_of_equal_scores_an_evaluated_checkpoint_is_the_best(tmp_path):
+    """Saved every 5 steps, evaluated every 10: those in between have the score of the evaluation before them."""
+    inherited = {"step_5": None, "step_10": None, "step_15": 0.6, "step_20": 0.6}
+    checkpoints = made(tmp_path, inherited, keep=1, keep_best=True)
+    assert checkpoints.set_score("step_10", 0.6) == [] and names(checkpoints) == ["step_10", "step_20"]
+    assert checkpoints.set_score("step_20", 0.6) == [] and names(checkpoints) == ["step_20"]
+
+
 def test_the_newest_and_the_best_are_kept(tmp_path):
     scores = {"step_1": 0.5, "step_2": 0.9, "step_3": 0.9, "step_4": 0.1, "step_5": 0.2}
     checkpoints = made(tmp_path, scores, keep=2, keep_best=True)

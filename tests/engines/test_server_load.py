@@ -1,6 +1,7 @@
 """The load of the engines during a rollout."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -46,6 +47,31 @@ def test_the_mean_and_the_highest_load_of_all_servers():
 def test_a_server_that_does_not_answer_is_left_out():
     load = asyncio.run(watch(Engine(Server(EngineError("gone")), Server([(0.5, 1)])), 1))
     assert (load.kv_use[0], load.queue[0]) == (0.5, 1)
+
+
+@pytest.mark.parametrize("every", [1000.0, 0.0], ids=["between two readings", "during a reading"])
+def test_a_collection_that_is_cancelled_as_it_ends_is_cancelled(every):
+    """Otherwise a queue that is interrupted then goes on and waits for weights that never come."""
+    reported = []
+
+    async def collect():
+        async with watch_load(Engine(Server([(0.5, 1)])), every):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            asyncio.current_task().cancel()
+        await asyncio.Event().wait()
+
+    async def interrupted():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+        done, _ = await asyncio.wait([task := asyncio.ensure_future(collect())], timeout=5)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        left = asyncio.all_tasks() - {asyncio.current_task(), task}
+        return bool(done) and task.cancelled(), left
+
+    assert asyncio.run(interrupted()) == (True, set())
+    gc.collect()
+    assert not reported, "the watch left something behind"
 
 
 def test_an_engine_without_servers_has_no_load():

@@ -81,9 +81,9 @@ def test_an_evaluation_that_is_repeated_after_a_resume_is_recorded_once(tmp_path
     watched.step(1, {"a": 1})
     watched.evaluation(1, {"eval/avg@8": 0.5})
     again = observer(tmp_path)
-    assert not again.has_evaluation(1), "without a rewind the run starts again"
+    assert again.evaluation_of(1) == {}, "without a rewind the run starts again"
     again.rewind(1)
-    assert again.has_evaluation(1) and not again.has_evaluation(0)
+    assert (again.evaluation_of(1), again.evaluation_of(0)) == ({"eval/avg@8": 0.5}, {})
     again.evaluation(1, {"eval/avg@8": 0.5})
     again.evaluation(1, {"eval/other/avg@8": 0.2})
     assert [r.metrics for r in read_records(tmp_path / "metrics.jsonl")][1:] == [
@@ -282,7 +282,7 @@ def test_the_null_observer_has_every_method_and_writes_nothing(tmp_path, monkeyp
     silent.sampling(SamplerProgress(1, 1, 0, {}, 0, 0, 0, 0, 0.0))
     silent.step(1, {"a": 1.0}, make_groups(1))
     silent.evaluation(1, {})
-    assert silent.has_evaluation(1) is False
+    assert silent.evaluation_of(1) == {}
     silent.warn("x")
     silent.log("x")
     silent.rewind(0)

@@ -162,7 +162,9 @@ def test_the_first_update_has_the_first_learning_rate():
             "trainer": {"prompts_per_step": 4, "mini_batch_prompts": 2, "steps": 9},
         }
     )
-    step = SimpleNamespace(config=config, optimizer=optimizer, updates=0, _overlaps_gather=False, updates_per_step=2)
+    step = SimpleNamespace(
+        config=config, optimizer=optimizer, updates=0, _overlaps_gather=False, updates_per_step=2, total_steps=9
+    )
     reported = [UpdateStep.step_optimizer(step)["lr"] for _ in range(5)]
     assert reported == [group["lr"] for group, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert [group["weight_decay"] for group in seen[0]] == [0.1, 0.0]

@@ -203,6 +203,20 @@ def test_pretraining_leaves_the_policy_and_its_engines_alone(how, straight, tmp_
     assert [sent[0], *sent[2:]] == [False, True, False]
 
 
+def test_the_policys_learning_rate_decays_over_the_steps_that_train_it(straight, tmp_path):
+    """Two steps of two updates after two of pre-training: 1, 3/4, 2/4, 1/4 of the rate. The critic has all steps."""
+    raw = short(straight[0], tmp_path, trainer__steps=4, critic__pretraining={"steps": 2}, critic__epochs=1)
+    for section in ("policy", "critic"):
+        raw[section]["optimizer"] = {"lr": 1e-3, "warmup_steps": 0, "schedule": "linear"}
+    assert run(raw) == 0
+    found = steps_of(tmp_path)
+    assert [step["train/lr"] for step in found[2:]] == pytest.approx([0.875e-3, 0.375e-3])
+    assert [step["critic/lr"] for step in found] == pytest.approx([(15 - 4 * step) / 16 * 1e-3 for step in range(4)])
+    for model, updates in (("policy", 4), ("critic", 8)):
+        state = torch.load(tmp_path / "checkpoints" / "step_4" / model / "common.pt", weights_only=False)
+        assert state["opt_param_scheduler"]["lr_decay_steps"] == updates, "Megatron-LM would go on in another schedule"
+
+
 def test_a_run_may_start_from_the_critic_of_another(straight, tmp_path):
     critic = critic_of(straight[1], STEPS)
     assert run(short(straight[0], tmp_path / "again", trainer__steps=1, critic__model=str(critic))) == 0

@@ -87,12 +87,18 @@ def test_teacher_log_probs_are_part_of_a_state():
     assert Sample.from_state(two.to_state()).teacher_logprobs is None
 
 
+TEACHER = {"model": "m", "alone": True}
+ALONE = {"rollout": {"dynamic_sampling": False}}
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
         ({"algorithm": {"distillation": {"model": "m", "urls": ["http://x"]}}}, "two teachers"),
         ({"algorithm": {"distillation": {"alone": True}}}, "there is no teacher"),
         ({"algorithm": {"distillation": {"model": "m", "alone": True}}}, "dynamic_sampling drops groups"),
+        (ALONE | {"algorithm": {"distillation": TEACHER, "advantage": "gae"}}, "without a critic"),
+        (ALONE | {"algorithm": {"distillation": TEACHER, "positive_coefficient": 0.1}}, "positive_coefficient to 0"),
         (
             {"algorithm": {"distillation": {"model": "m"}}, "rollout": {"temperature": 0.7}},
             "rollout.temperature is 0.7",

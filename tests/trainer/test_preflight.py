@@ -53,11 +53,25 @@ def of_values(batch, config):
 of_values.reads_values = True
 
 
+SHARED_BASE = {
+    "policy__lora": {"rank": 2}, "policy__precision": "bf16", "rollout__engine": "sglang", "trainer__ranks": 1,
+    "rollout__weights": {"transport": "adapter"}, "rollout__servers": {"share_base": True, "python": "/bin/true"},
+}  # fmt: skip
+WITHOUT_GRADES = {"algorithm__distillation": {"model": "m", "alone": True}, "rollout__dynamic_sampling": False}
+
+
 @pytest.mark.parametrize("advantage", ["gae", "python:test_preflight.of_values"])
-def test_what_a_critic_cannot_have_is_refused_for_every_advantage_with_one(advantage, tmp_path):
-    raw = raw_config(tmp_path / "model", tmp_path / "run", algorithm__advantage=advantage)
-    raw["policy"] |= {"precision": "bf16", "distributed_optimizer": False}
-    with pytest.raises(ConfigError, match="the critic's value head is in fp32"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy__precision": "bf16", "policy__distributed_optimizer": False}, "the critic's value head is in fp32"),
+        (SHARED_BASE, "share_base needs no critic"),
+        (WITHOUT_GRADES, "algorithm.distillation.alone .* without a critic"),
+    ],
+)
+def test_what_a_critic_cannot_have_is_refused_for_every_advantage_with_one(advantage, changes, message, tmp_path):
+    raw = raw_config(tmp_path / "model", tmp_path / "run", algorithm__advantage=advantage, **changes)
+    with pytest.raises(ConfigError, match=message):
         config = parse_config(raw)
         check_setup(config, check_config(config))
 

@@ -1,6 +1,7 @@
 """Exact resume: killed at any moment and started again, a run gives the numbers of one that was never interrupted."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -105,6 +106,19 @@ def test_stopped_run_saves_first_and_resumes_exactly(moment, straight, tmp_path,
     assert str(saved) in said and "start the same command again to continue" in said
     assert run(raw) == 0
     assert_same(tmp_path, straight, STEPS)
+
+
+def test_checkpoints_after_a_resume_have_the_score_of_the_recorded_evaluation(straight, tmp_path):
+    """The checkpoint was saved before its evaluation, which is not repeated."""
+    folder, finished = straight
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    *earlier, last = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    changed, count = re.subn(r'("eval/avg@2": ?)[\d.]+', r"\g<1>0.987", last)
+    assert count == 1
+    (tmp_path / "metrics.jsonl").write_text("".join([*earlier, changed]))
+    assert run(evaluated_config(folder, tmp_path, steps=STEPS + 1)) == 0
+    manifest = json.loads((tmp_path / "checkpoints" / f"step_{STEPS + 1}" / "manifest.json").read_text())
+    assert manifest["score"] == 0.987
 
 
 DISK_FULL = fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))

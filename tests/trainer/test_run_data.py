@@ -1,13 +1,23 @@
 """A run with several prompt files and several benchmarks: its metrics, and exact resume."""
 
+import asyncio
+import contextlib
 import signal
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from forked import assert_same, at_point, records, run, run_straight, send_signal
 from long_lists import some
 from tiny_run import raw_config
 
+from megatron_dapo.config import parse_config
 from megatron_dapo.data import arithmetic_problems, write_arithmetic
+from megatron_dapo.errors import EngineError
+from megatron_dapo.rollout.agents.functions import shared
+from megatron_dapo.trainer import rollout_driver
+from megatron_dapo.trainer.rollout_driver import RolloutDriver
+from megatron_dapo.types import StepBatch
 
 STEPS = 5
 
@@ -61,3 +71,49 @@ def test_killed_or_stopped_and_resumed_is_the_same_run(moment, straight, tmp_pat
     assert run(config(folder, tmp_path), MOMENTS[moment]) != 0
     assert run(config(folder, tmp_path)) == 0
     assert_same(tmp_path, straight, STEPS)
+
+
+class Tools:
+    """Counts calls, like what rollout functions share."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def take_metrics(self):
+        taken, self.calls = self.calls, 0
+        return {"tools/calls": float(taken)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_graders_and_tools_do_in_an_evaluation_is_not_the_next_steps(fails, straight, tmp_path, monkeypatch):
+    """What training has counted before it is kept."""
+    driver = RolloutDriver(parse_config(config(straight[0], tmp_path)))
+    counts = Counter({"reward/seconds": 1.0, "reward/ungraded/timeout": 2})
+    driver._responses = SimpleNamespace(metrics=lambda: dict(counts), graders=None, add_texts=lambda samples: None)
+    driver._engine, driver._function, driver._sampler = SimpleNamespace(), print, SimpleNamespace(collect=None)
+
+    async def evaluate(*settings):
+        counts.update({"reward/seconds": 10.0, "reward/ungraded/timeout": 20, "reward/ungraded/by-grader": 3})
+        shared("tools", Tools).calls += 30
+        if fails:
+            raise EngineError("planted")
+
+    async def collect(step):
+        return StepBatch(step, [])
+
+    async def evaluated():
+        shared("tools", Tools).calls += 4
+        for step in (0, 1):  # nothing is collected in between
+            with contextlib.suppress(EngineError):
+                await driver.evaluate(step, lambda done, total: None)
+        shared("tools", Tools).calls += 1
+        driver._sampler.collect = collect
+        batches = [await driver._collect(step) for step in (0, 1)]
+        return [batch.metrics["tools/calls"] for batch in batches]
+
+    monkeypatch.setattr(rollout_driver, "evaluate_sets", evaluate)
+    assert asyncio.run(evaluated()) == [5, 0]
+    counts["reward/ungraded/by-grader"] += 1
+    found = {name: value for name, value in driver.reward_metrics().items() if value}
+    assert found == {"reward/seconds": 1.0, "reward/ungraded/timeout": 2, "reward/ungraded/by-grader": 1}
+    assert not any(driver.reward_metrics().values())

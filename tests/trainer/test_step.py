@@ -11,6 +11,7 @@ from test_turns import groups_of_turns
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy.megatron.runtime import Runtime
+from megatron_dapo.policy.step import UpdateRefused
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer import train_step
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
@@ -130,6 +131,31 @@ def test_a_resumed_step_has_its_log_probs_and_its_place(monkeypatch):
     assert again.updates_done == 1 and not again.complete
     assert again.rollout_metrics == {"reward/mean": 0.5} and again.update_metrics.result() == {"loss": 3.0}
     assert [s.length for s in again.source.samples] == [6, 3, 2, 1, 8, 4]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("nothing_changed", ["refused", "masked"])
+def test_updates_are_first_until_one_has_changed_the_weights(nothing_changed, resumed, monkeypatch, tmp_path):
+    """They measure the mismatch with the engine and are limited by it, also after a resume within the step."""
+
+    def share(source, config, collectives, policy):
+        batch = SimpleNamespace(old_logprobs=None, ref_logprobs=None, values=None, select=lambda samples: None)
+        return TrainStep(batch, [[0], [1], [2], [3]], source=source)
+
+    def update(batch, first, max_mismatch, record):
+        found.append((first, max_mismatch is not None))
+        if len(found) <= 2 and nothing_changed == "refused":
+            raise UpdateRefused("planted")
+        return {"update_skipped": float(len(found) <= 2)}
+
+    monkeypatch.setattr(train_step.TrainStep, "share", share)
+    found, step = [], share(StepBatch(3, groups_of_turns()), None, None, None)
+    config = parse_config({"trainer": {"old_logprobs": "engine", "run_dir": str(tmp_path)}})
+    policy = SimpleNamespace(update=update, runtime=FakePolicy.runtime, needs=SimpleNamespace(reference=False))
+    for _ in range(4):
+        step = TrainStep.restore(step.to_state(), CONFIG, None, policy) if resumed else step
+        Updates(config, policy, FakeCollectives()).make_one(step, 3)
+    assert found == [(True, True)] * 3 + [(False, False)]
 
 
 def test_a_step_is_sampled_by_a_version_only_if_every_token_is():
