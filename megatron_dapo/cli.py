@@ -439,10 +439,9 @@ def _add_watch(sub: Commands) -> None:
 
 def _add_runs(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.observe.runs import find_runs, overview, table
+        from megatron_dapo.observe.runs import named_runs, overview, table
 
-        found = [run for folder in args.folders for run in find_runs(Path(folder))]
-        if not found:
+        if not (found := named_runs([Path(folder) for folder in args.folders])):
             raise UserError(f"no run in {', '.join(args.folders)}: name a folder that holds run directories")
         print(table(overview(found)))
         return 0
