@@ -10,6 +10,7 @@ import copy
 import difflib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -224,6 +225,15 @@ def _near(leaf: str, keys: list[str], similarity: float, partial: bool = True) -
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 WEIGHTS = ["*.safetensors"]
+
+
+def for_this_machine(config: Config, file: str | Path) -> Config:
+    """What a command needs that uses the model: directories of models, and `python:` modules beside the file."""
+    from megatron_dapo.observe.console import waiting
+
+    sys.path.append(str(Path(file).resolve().parent))
+    with waiting(f"looking for the model {config.policy.model}"):
+        return with_local_model(config)
 
 
 def with_local_model(config: Config) -> Config:
