@@ -129,10 +129,13 @@ def _add_train(sub: Commands) -> None:
         with end_at_once():  # before the imports, which take seconds
             from megatron_dapo.config.load import for_this_machine, load_config
             from megatron_dapo.launch.local import check_not_its_own_output, run_training
+            from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
             check_not_its_own_output(config, Path(args.config))
-            return run_training(for_this_machine(config, args.config), dry_run=args.dry_run)
+            with waiting(f"looking for the model {config.policy.model}"):
+                config = for_this_machine(config, args.config)
+            return run_training(config, dry_run=args.dry_run)
 
     parser = add_command(
         sub, "train", run,

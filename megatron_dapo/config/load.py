@@ -229,11 +229,8 @@ WEIGHTS = ["*.safetensors"]
 
 def for_this_machine(config: Config, file: str | Path) -> Config:
     """What a command needs that uses the model: directories of models, and `python:` modules beside the file."""
-    from megatron_dapo.observe.console import waiting
-
     sys.path.append(str(Path(file).resolve().parent))
-    with waiting(f"looking for the model {config.policy.model}"):
-        return with_local_model(config)
+    return with_local_model(config)
 
 
 def with_local_model(config: Config) -> Config:
