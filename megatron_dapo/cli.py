@@ -127,16 +127,14 @@ def _add_train(sub: Commands) -> None:
         from megatron_dapo.trainer.signals import end_at_once
 
         with end_at_once():  # before the imports, which take seconds
-            from megatron_dapo.config import load_config
-            from megatron_dapo.config.load import with_local_model
+            from megatron_dapo.config.load import for_this_machine, load_config
             from megatron_dapo.launch.local import check_not_its_own_output, run_training
             from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
-            sys.path.append(str(Path(args.config).resolve().parent))  # python: modules beside the configuration
             check_not_its_own_output(config, Path(args.config))
             with waiting(f"looking for the model {config.policy.model}"):
-                config = with_local_model(config)
+                config = for_this_machine(config, args.config)
             return run_training(config, dry_run=args.dry_run)
 
     parser = add_command(
@@ -292,15 +290,13 @@ def _add_ablate(sub: Commands) -> None:
 
 def _add_eval(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.config import load_config
-        from megatron_dapo.config.load import with_local_model
+        from megatron_dapo.config.load import for_this_machine, load_config
         from megatron_dapo.evaluation import run
 
         short = {"policy.model": args.model, "evaluate.data.path": args.data, "evaluate.samples": args.samples}
         settings = [f"{key}={value}" for key, value in short.items() if value is not None]
         settings += ["evaluate.data.sources=[]"] if args.data is not None else []  # it replaces those of the file
-        config = with_local_model(load_config(args.config, [*args.set, *settings]))
-        sys.path.append(str(Path(args.config).resolve().parent))
+        config = for_this_machine(load_config(args.config, [*args.set, *settings]), args.config)
         run(config, args.out or f"{config.trainer.run_dir}/eval", args.seed)
         return 0
 
@@ -439,10 +435,9 @@ def _add_watch(sub: Commands) -> None:
 
 def _add_runs(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.observe.runs import find_runs, overview, table
+        from megatron_dapo.observe.runs import named_runs, overview, table
 
-        found = [run for folder in args.folders for run in find_runs(Path(folder))]
-        if not found:
+        if not (found := named_runs([Path(folder) for folder in args.folders])):
             raise UserError(f"no run in {', '.join(args.folders)}: name a folder that holds run directories")
         print(table(overview(found)))
         return 0
@@ -517,11 +512,10 @@ def _add_selfcheck(sub: Commands) -> None:
     add_settings(parser)
 
     def run_engine(args: argparse.Namespace) -> int:
-        from megatron_dapo.config import load_config
-        from megatron_dapo.config.load import with_local_model
+        from megatron_dapo.config.load import for_this_machine, load_config
         from megatron_dapo.observe.console import importing
 
-        config = with_local_model(load_config(args.config, args.set))
+        config = for_this_machine(load_config(args.config, args.set), args.config)
         with importing("torch and Megatron-Core"):
             from megatron_dapo.selfcheck.engine import run_engine_check
 

@@ -27,7 +27,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from megatron_dapo.ablation.results import read_curves
-from megatron_dapo.config import load_config
+from megatron_dapo.config.load import for_this_machine, load_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.launch.local import import_trainer, run_training
@@ -254,7 +254,7 @@ def _become_trainer(parent: int, job: Job) -> None:
 
 def _train(config_file: str, settings: Sequence[str]) -> int:
     try:
-        return run_training(load_config(config_file, settings))
+        return run_training(for_this_machine(load_config(config_file, settings), config_file))
     except UserError as error:
         print(f"megatron-dapo: {error}", file=sys.stderr)
         return 2

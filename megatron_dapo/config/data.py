@@ -82,8 +82,13 @@ class PromptFileConfig(Section):
         return self
 
 
+def file_stem(path: str) -> str:
+    """Only the ending of a data file is cut: a dataset of the hub may have a dot in its name."""
+    return re.sub(r"\.(jsonl?|ndjson|[ct]sv|parquet|pq|gz)$", "", PurePath(path).name)
+
+
 def file_label(path: str) -> str:
-    return re.sub(r"[^\w.+-]+", "_", PurePath(path).stem)
+    return re.sub(r"[^\w.+-]+", "_", file_stem(path))
 
 
 class SourceConfig(Section):

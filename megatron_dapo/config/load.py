@@ -10,6 +10,7 @@ import copy
 import difflib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -224,6 +225,12 @@ def _near(leaf: str, keys: list[str], similarity: float, partial: bool = True) -
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 WEIGHTS = ["*.safetensors"]
+
+
+def for_this_machine(config: Config, file: str | Path) -> Config:
+    """What a command needs that uses the model: directories of models, and `python:` modules beside the file."""
+    sys.path.append(str(Path(file).resolve().parent))
+    return with_local_model(config)
 
 
 def with_local_model(config: Config) -> Config:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import ConfigError
-from megatron_dapo.config.data import PromptFileConfig
+from megatron_dapo.config.data import PromptFileConfig, file_stem
 from megatron_dapo.data.columns import (
     BadRow,
     DataError,
@@ -199,7 +199,7 @@ def _tokenise(
             tokens = tokens[:kept] + tokens[len(tokens) - limit + kept :]
             text = tokenizer.decode(tokens)
         meta = {"question": entry.problem.question, "line": entry.line, **_more_meta(entry.problem, config)}
-        source = entry.problem.source or Path(config.path).stem
+        source = entry.problem.source or file_stem(config.path)
         (answer,) = entry.answers
         prompts.append(Prompt(entry.id, text, as_tokens(tokens), answer, source, meta))
     return prompts

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
+from megatron_dapo.config.load import local_model
 from megatron_dapo.doctor import gpu, machine, software
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.errors import UserError
@@ -61,14 +62,14 @@ def probes(config: Config, named: bool) -> list[Probe]:
     if shape and shape.linear:
         found.append(Probe("delta rule", gpu.delta_rule, 130))
     if config.policy.model:
-        found.append(Probe("model", partial(machine.model_directory, Path(config.policy.model)), 120))
+        found.append(Probe("model", partial(machine.model_directory, config.policy.model), 120))
     return found
 
 
 def _shape(config: Config) -> ModelShape | None:
     """None when no model is named or it cannot be read; the `model` check reports that."""
     try:
-        return ModelShape.from_dir(config.policy.model) if config.policy.model else None
+        return ModelShape.from_dir(local_model(config.policy.model, weights=False)) if config.policy.model else None
     except (ConfigError, OSError):
         return None
 

@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.config.load import local_model
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.data import load_tokenizer
 from megatron_dapo.doctor.check import Check, CommandRunner, last_line, run_command
@@ -254,9 +255,13 @@ def bitwise_resume(config: Config) -> Check:
     return Check("bitwise resume", "warn", text, "change these keys") if wanted else Check("bitwise resume", "ok", text)
 
 
-def model_directory(path: Path) -> Check:
-    """config.json is supported, all weight files are complete, and the tokenizer loads."""
+def model_directory(name: str) -> Check:
+    """config.json is supported, all weight files are complete, and the tokenizer loads. Weights are not downloaded."""
     try:
+        path = Path(local_model(name, weights=False))
+        if path != Path(name) and not any(path.glob("*.safetensors")):
+            found = f"{ModelShape.from_dir(path).architecture}; the hub's cache has no weights of {name}"
+            return Check("model", "warn", found, f"a run downloads them; without a network there: hf download {name}")
         shape = check_model_directory(path)
         load_tokenizer(path, shape.vocab)
     except UserError as error:

@@ -143,15 +143,14 @@ def _axes(run: Run) -> dict[str, list[float]]:
 
 def _samples(run: Run) -> dict[str, Any]:
     """A bounded number of samples, and the history of their prompts, for a page without a server."""
-    steps = spread(recorded_steps(run.samples), STEPS_WITH_SAMPLES)
-    shown = [item for step in steps for item in transcripts.read(run.samples, [step])[:SAMPLES_PER_STEP]]
     left, found = TOKENS_SHOWN, []
-    for item in shown:
-        arrays = transcripts.read_arrays(run.samples, item.step) if item.tokens <= left else {}
-        values = transcripts.token_values(arrays, item.place)
-        left -= item.tokens if values else 0
-        found.append(sample_view(item) | {"values": values})
-    return {"samples": found, "histories": transcripts.histories(run.samples, {item.prompt_id for item in shown})}
+    for step in spread(recorded_steps(run.samples), STEPS_WITH_SAMPLES):
+        arrays = transcripts.read_arrays(run.samples, step) if left > 0 else {}
+        for item in transcripts.read(run.samples, [step])[:SAMPLES_PER_STEP]:
+            values = transcripts.token_values(arrays, item.place) if item.tokens <= left else None
+            left -= item.tokens if values else 0
+            found.append(sample_view(item) | {"values": values})
+    return {"samples": found, "histories": transcripts.histories(run.samples, {item["prompt_id"] for item in found})}
 
 
 def _summary(run: Run) -> list[dict[str, Any]]:

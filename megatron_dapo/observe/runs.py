@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,16 @@ def find_runs(folder: Path, depth: int = 3) -> list[Path]:
     return [run for path in inside for run in find_runs(path, depth - 1)]
 
 
+def named_runs(folders: Sequence[Path]) -> dict[str, Path]:
+    """All runs in these folders. A name is the path inside the folder: a run that starts later changes no other's."""
+    several = len(folders) > 1
+    return {
+        str(Path(name if several or run == folder else "", run.relative_to(folder))): run
+        for name, folder in zip(distinct_names(folders), folders, strict=True)
+        for run in find_runs(folder)
+    }
+
+
 def current_status(directory: Path) -> dict[str, Any]:
     """What the run does now. `silent`: seconds since the last sign of life, if there should have been one."""
     status = read_status(directory) or {"state": "not started", "phases": []}
@@ -176,12 +187,12 @@ def last_records(file: Path) -> dict[str, Record]:
     return found
 
 
-def overview(directories: Sequence[Path]) -> list[dict[str, Any]]:
+def overview(runs: Mapping[str, Path]) -> list[dict[str, Any]]:
     """One row per run: what `megatron-dapo runs` and the list of `watch` show, newest sign of life first."""
-    configs = [_config(directory / "config.yaml") for directory in directories]
+    configs = [_config(directory / "config.yaml") for directory in runs.values()]
     differences = [(key, values) for key, values in config_differences(configs) if key not in OWN_KEYS]
     rows = []
-    for i, (directory, name) in enumerate(zip(directories, distinct_names(directories), strict=True)):
+    for i, (name, directory) in enumerate(runs.items()):
         status, last = current_status(directory), last_records(directory / "metrics.jsonl").get(STEP)
         metrics, warnings = last.metrics if last else {}, read_warnings(directory)
         silent = status["silent"]
@@ -214,8 +225,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _config(path: Path) -> dict[str, str]:
     """Flat. Empty if there is no readable config.yaml: the curves can be shown without it."""
     with skipping(path):
-        return {key: _text(value) for key, value in leaves(parse_yaml(path.read_text(encoding="utf-8"))) if key}
+        return _cached_config(path, path.stat().st_mtime_ns)
     return {}
+
+
+@lru_cache(maxsize=1000)  # a list of runs is asked for every few seconds
+def _cached_config(path: Path, changed: int) -> dict[str, str]:
+    return {key: _text(value) for key, value in leaves(parse_yaml(path.read_text(encoding="utf-8"))) if key}
 
 
 def _text(value: Any) -> str:

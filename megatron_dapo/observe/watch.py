@@ -37,6 +37,7 @@ from megatron_dapo.observe.runs import (
     is_run,
     last_records,
     load_runs,
+    named_runs,
     overview,
     read_warnings,
 )
@@ -65,7 +66,7 @@ class WatchedRuns:
             runs = load_runs(self.directories, running=True, metrics=False)  # the page asks for the rest at once
             return HTML, page_of(payload(runs, live=True), live=True)
         if path == "metrics":
-            return TEXT, prometheus_text(self.directories)
+            return TEXT, prometheus_text(dict(zip(distinct_names(self.directories), self.directories, strict=True)))
         answers = {"data": self._newer, "samples": self._index, "sample": self._sample, "history": self._history}
         if path not in answers:
             return None
@@ -138,7 +139,7 @@ class RunList:
         self._pages: dict[Path, WatchedRuns] = {}
 
     def answer(self, path: str, query: Query) -> Reply | None:
-        runs = [run for folder in self._folders for run in find_runs(folder)]
+        runs = named_runs(self._folders)
         if path == "metrics":
             return TEXT, prometheus_text(runs)
         if path in ("", "data"):
@@ -152,7 +153,7 @@ class RunList:
             return HTML, fill_page(title, ["chart.js", "runs.js"], ["report.css"], data, connect="connect-src 'self'; ")
         kind, _, rest = path.partition("/")
         name, slash, below = rest.partition("/")
-        found = dict(zip(distinct_names(runs), runs, strict=True)).get(unquote(name)) if runs else None
+        found = runs.get(unquote(name))
         if kind != "run" or not slash or found is None:
             return None
         return self._pages.setdefault(found, WatchedRuns([found])).answer(below, query)
@@ -161,12 +162,11 @@ class RunList:
 # Prometheus -----------------------------------------------------------------------------------------------------------
 
 
-def prometheus_text(directories: Sequence[Path]) -> str:
+def prometheus_text(runs: Mapping[str, Path]) -> str:
     """All runs in the text format of Prometheus: every metric of the newest step and evaluation as
     megatron_dapo_<its name>, state and warnings of the run, memory and utilisation of every rank's GPU."""
     samples: dict[str, list[str]] = {}
-    names = distinct_names(directories) if directories else []
-    for directory, run in zip(directories, names, strict=True):
+    for run, directory in runs.items():
         for name, labels, value in _measurements(directory):
             text = ",".join(f'{key}="{_escaped(label)}"' for key, label in {"run": run, **labels}.items())
             samples.setdefault(name, []).append(f"{name}{{{text}}} {value!r}")

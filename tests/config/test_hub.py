@@ -1,10 +1,13 @@
 """Models by their name on the hub, without a network: a cache directory as huggingface_hub lays it out."""
 
 import json
+import sys
 
 import pytest
+from sparse_model import write_sparse_model
 from workplace import MODELS
 
+from megatron_dapo.ablation import runs
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.load import local_model, with_local_model
@@ -38,6 +41,38 @@ def test_a_cached_model_is_found_by_its_name(cache):
 def test_plan_reads_the_config_of_a_cached_model(cache, capsys):
     assert main(["plan", "--model", NAME, "--gpus", "8"]) == 0
     assert "FITS" in capsys.readouterr().out
+
+
+def test_every_command_that_uses_the_model_finds_it_and_modules_beside_the_file(cache, tmp_path, monkeypatch):
+    used, before = [], [*sys.path]
+
+    def use(config, *_, **__):
+        used.append((config.policy.model, sys.path[-1]))
+        sys.path[:] = before
+        return 0
+
+    for name in ("launch.local.run_training", "ablation.runs.run_training", "evaluation.run"):
+        monkeypatch.setattr(f"megatron_dapo.{name}", use)
+    monkeypatch.setattr("megatron_dapo.selfcheck.engine.run_engine_check", use)
+    file = tmp_path / "mine" / "run.yaml"
+    file.parent.mkdir()
+    file.write_text(f"policy: {{model: {NAME}}}\n")
+    for command in (["train"], ["eval"], ["selfcheck", "engine"]):
+        assert main([*command, str(file)]) == 0
+    assert runs._train(str(file), []) == 0, "a run of ablate"
+    assert used == [(str(cache), str(file.parent))] * 4
+
+
+def test_doctor_checks_a_model_of_the_hub_without_its_weights(cache, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(f"policy: {{model: {NAME}}}\n")
+    doctor = ["doctor", "run.yaml", "--only", "model", "--json"]
+    assert main(doctor) == 0
+    (check,) = json.loads(capsys.readouterr().out)
+    assert check["status"] == "warn" and "no weights" in check["found"] and f"hf download {NAME}" in check["remedy"]
+    write_sparse_model(cache, json.loads((cache / "config.json").read_text()))
+    assert main(doctor) == 0 and json.loads(capsys.readouterr().out)[0]["status"] == "ok"
+    assert main([*doctor, "policy.model=Qwen/Missing"]) == 1
+    assert "hf download Qwen/Missing" in capsys.readouterr().out
 
 
 def test_a_directory_of_that_name_wins(cache, tmp_path):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.data import DataConfig, file_label
 from megatron_dapo.data import DataError, arithmetic_tokenizer, load_prompts
 from megatron_dapo.data.columns import DAPO_TEMPLATE
 
@@ -350,11 +350,13 @@ def test_a_hub_dataset_may_have_a_dot_in_its_name_a_revision_and_text_files(tmp_
         huggingface_hub, "snapshot_download", lambda name, **kwargs: asked.append((name, kwargs)) or str(tmp_path)
     )
     for name, revision in (("AI-MO/NuminaMath-1.5", None), ("simplescaling/s1K-1.1@v2", "v2")):
-        assert [p.text for p in load(name, tokenizer)] == ["1+1="]
+        assert [(p.text, p.source) for p in load(name, tokenizer)] == [("1+1=", name.rpartition("/")[2])]
         assert asked[-1][0] == name.partition("@")[0] and asked[-1][1]["revision"] == revision
     assert {"*.jsonl", "*.json", "*.csv", "*.jsonl.gz"} <= set(asked[-1][1]["allow_patterns"])
     assert "*.parquet" in asked[0][1]["allow_patterns"] and "*.json" not in asked[0][1]["allow_patterns"]
     del asked[:]
+    names = {"a/NuminaMath-1.5": "NuminaMath-1.5", "a/b.jsonl": "b", "a/b v1.0.parquet": "b_v1.0"}
+    assert {path: file_label(path) for path in names} == names
     for path in ("data/train.jsonl", "data/train.jsonl.gz", "data/train.parquet"):
         with pytest.raises(DataError, match=f"no file '{path}'"):
             load(path, tokenizer)

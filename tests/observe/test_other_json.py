@@ -58,7 +58,7 @@ def changed(value):
 
 def use_every_reader(run):
     write_report([run], run / "report.html")
-    assert table(overview([run]))
+    assert table(overview({"run": run}))
     one, several = WatchedRuns([run]), RunList([run.parent])
     for site in (one, several):
         json.loads(site.answer("data", {})[1])

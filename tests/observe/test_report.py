@@ -186,12 +186,15 @@ def test_long_runs_keep_their_spikes():
     assert kept == sorted(kept) and thin([1.0, 2.0]) == [0, 1]
 
 
-def test_samples_of_a_long_run_are_spread_and_bounded(tmp_path):
+def test_samples_of_a_long_run_are_spread_and_bounded(tmp_path, monkeypatch):
     run = run_of(tmp_path / "r", {"reward/mean": 1.0})
     groups = [group for n in range(4) for group in make_groups(n)]  # 72 samples
     for step in range(10, 1010, 10):
         transcripts.write(run / "samples", transcripts.choose(step, groups, 0, 0, make_arrays(groups)))
+    read, read_arrays = [], transcripts.read_arrays
+    monkeypatch.setattr(transcripts, "read_arrays", lambda *step: read.append(step) or read_arrays(*step))
     (found,) = payload(load_runs([run]))["runs"]
+    assert len(read) == len(set(read)) > 1, "the file of a step is read once"
     steps = sorted({item["step"] for item in found["samples"]})
     assert (steps[0], steps[-1], len(steps)) == (10, 1000, STEPS_WITH_SAMPLES)
     assert len(found["samples"]) == STEPS_WITH_SAMPLES * SAMPLES_PER_STEP and len(found["sample_steps"]) == 100

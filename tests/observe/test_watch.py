@@ -17,6 +17,7 @@ from synthetic_runs import make_many_samples, make_run, step_metrics
 
 from megatron_dapo import cli
 from megatron_dapo.cli import main
+from megatron_dapo.config.base import parse_yaml
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.figures import SECTIONS
@@ -191,16 +192,53 @@ def test_all_runs_of_a_folder_are_listed_with_what_differs(tmp_path, capsys):
     assert "algorithm.clip_high=0.28" in lines and "algorithm.clip_high=0.2 " in lines and "policy.model" not in lines
     with serving(tmp_path) as address:
         rows = {row["name"]: row for row in json.loads(ask(address)[2])["runs"]}
-        assert rows.keys() == {"dapo", "grpo"} and rows["grpo"]["warning"].startswith("step 2: b")
-        assert rows["dapo"]["settings"]["trainer.seed"] == "0" and rows["dapo"]["remaining"] == 90.0
+        assert rows.keys() == {"a/dapo", "grpo"} and rows["grpo"]["warning"].startswith("step 2: b")
+        dapo = rows["a/dapo"]
+        assert dapo["settings"]["trainer.seed"] == "0" and dapo["remaining"] == 90.0
         assert "connect-src 'self'" in ask(address, "/")[2]
-        assert json.loads(ask(address, f"/{rows['dapo']['page']}data")[2])["data"]["runs"][0]["last_step"] == 5
-        assert len(json.loads(ask(address, f"/{rows['dapo']['page']}samples?run=0&step=1")[2])) == 18
-        for path in ("/run/notes/", "/run/..%2f..%2fetc/", "/run/dapo", "/run//data", "/other/dapo/"):
+        assert json.loads(ask(address, f"/{dapo['page']}data")[2])["data"]["runs"][0]["last_step"] == 5
+        assert len(json.loads(ask(address, f"/{dapo['page']}samples?run=0&step=1")[2])) == 18
+        for path in ("/run/notes/", "/run/..%2f..%2fetc/", "/run/grpo", "/run//data", "/other/grpo/", "/run/dapo/"):
             assert ask(address, path)[0] == 404, path
         make_run(tmp_path / "later", 2)
         assert len(json.loads(ask(address)[2])["runs"]) == 3, "a run that starts later"
     assert main(["runs", str(tmp_path / "notes")]) == 2 and "no run in" in capsys.readouterr().err
+
+
+def test_a_run_that_starts_later_renames_no_other(tmp_path, monkeypatch):
+    """Pages that are open, and the labels of Prometheus, go on."""
+    first, alone = make_run(tmp_path / "all" / "exp1" / "seed_0", 2), make_run(tmp_path / "seed_0", 2)
+    monkeypatch.chdir(tmp_path)
+
+    def names(address):
+        rows = json.loads(ask(address)[2])["runs"]
+        assert all(ask(address, f"/{row['page']}")[0] == 200 for row in rows)
+        labels = set(re.findall(r'_step\{run="(.*)"\}', ask(address, "/metrics")[2]))
+        assert labels == {row["name"] for row in rows}
+        return labels
+
+    with serving("all") as one, serving(tmp_path / "all", alone) as two, serving(alone) as single:
+        assert names(one) == {"exp1/seed_0"} and names(two) == {"all/exp1/seed_0", "seed_0"}
+        assert json.loads(ask(single)[2])["data"]["runs"][0]["name"] == "seed_0"
+        shutil.copytree(first, tmp_path / "all" / "exp2" / "seed_0")
+        assert names(one) == {"exp1/seed_0", "exp2/seed_0"}
+        assert names(two) == {"all/exp1/seed_0", "all/exp2/seed_0", "seed_0"}
+
+
+def test_a_configuration_is_parsed_again_only_when_its_file_changed(tmp_path, monkeypatch):
+    make_folder(tmp_path)
+    parsed = []
+    monkeypatch.setattr("megatron_dapo.observe.runs.parse_yaml", lambda text: parsed.append(text) or parse_yaml(text))
+    with serving(tmp_path) as address:
+
+        def seeds():
+            return [row["settings"]["trainer.seed"] for row in json.loads(ask(address)[2])["runs"]]
+
+        assert sorted(seeds()) == sorted(seeds()) == ["0", "1"] and len(parsed) <= 4  # the server reads ahead
+        parsed.clear()
+        file = tmp_path / "grpo" / "config.yaml"
+        file.write_text(file.read_text().replace("seed: 1", "seed: 17"))
+        assert sorted(seeds()) == ["0", "17"] and len(parsed) == 1
 
 
 BOARD = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
@@ -217,7 +255,7 @@ def test_prometheus_gets_every_metric_of_board_and_alerts(tmp_path):
     for rank in (0, 1):
         beat = {"time": time.time(), "progress": 7, "host": 'node"1', "gpu": gpu}
         (runs[0] / "logs" / "heartbeat" / f"rank_{rank}.json").write_text(json.dumps(beat))
-    text = prometheus_text(runs)
+    text = prometheus_text({run.name: run for run in runs})
     sample = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{(?:\w+="(?:[^"\\]|\\.)*",?)*\} (\S+)')
     lines = [line for line in text.splitlines() if not line.startswith("# TYPE ")]
     found = [sample.fullmatch(line) for line in lines]
