@@ -24,7 +24,6 @@ from megatron_dapo.observe.timeline import Span
 from megatron_dapo.planner.assumptions import DEFAULT_MFU
 from megatron_dapo.planner.engine import plan_engine
 from megatron_dapo.planner.hardware import Cluster, cluster_of
-from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import step_phases, task_of
 from megatron_dapo.planner.search import judge
 from megatron_dapo.planner.server_model import FleetModel, Sequence, ServerModel
@@ -113,7 +112,7 @@ def make_helpers(inputs: Inputs, whole: Cluster, free: bool) -> Helpers:
     config = load_config(inputs.config, [*settings, "rollout.weights.transport=tensor"])
     cluster = replace(whole, gpus=whole.trainer_gpus, engine_gpus=0)
     work = make_setting(inputs, load_config(inputs.config, inputs.settings), whole)[0].work
-    task = task_of(config, model_shape(config.policy.model), cluster, work, inputs.mfu)
+    task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
     phases = step_phases(task, config.rollout, config.policy, judge(task, config.policy).memory, engine, None)
     seconds = {phase.name: phase.seconds for phase in phases}

@@ -75,6 +75,26 @@ def test_settings_are_part_of_the_file(capsys):
     assert yaml.safe_load(text)["trainer"]["steps"] == 7 and "megatron-dapo slurm run.yaml" in text
 
 
+def test_a_layout_that_is_given_is_planned_or_refused(capsys):
+    words = ["init", "--model", "Qwen/Qwen2.5-7B", "--data", "p.jsonl", "--gpus", "8"]
+    assert main([*words, "policy.tensor_parallel=4", "policy.context_parallel=4"]) == 2
+    assert "8 ranks cannot hold" in capsys.readouterr().err
+    predicted = {}
+    for given in ("policy.tensor_parallel=2", "policy.tensor_parallel=8"):
+        assert main([*words, given, "policy.recompute=full"]) == 0
+        text = capsys.readouterr().out
+        layout = yaml.safe_load(text)["policy"]
+        assert f"policy.tensor_parallel={layout['tensor_parallel']}" == given and layout["recompute"] == "full"
+        assert "context_parallel" not in layout and "pipeline_parallel" not in layout
+        predicted[given] = re.search(r"Predicted: (.*) s a step, (.*) GiB", text).groups()
+    assert len(set(predicted.values())) == 2
+    # Other settings of the policy leave the choice of the layout to init.
+    assert main(words) == 0
+    chosen = yaml.safe_load(capsys.readouterr().out)["policy"]
+    assert main([*words, "policy.optimizer.lr=2e-6"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["policy"] == chosen | {"optimizer": chosen["optimizer"] | {"lr": 2e-6}}
+
+
 def test_config_diff(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("trainer: {steps: 7}\npolicy: {model: m}\n")

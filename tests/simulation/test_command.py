@@ -61,7 +61,7 @@ def test_a_sweep_ranks_every_combination(capsys):
 
 
 def test_a_sweep_of_models_and_of_nodes_changes_the_numbers(tmp_path, capsys):
-    """By hand: the engines have 2, 4 and 6 of 8 GPUs, so they never collect later, and 0.5 B trains faster than 1.5 B."""
+    """Engines with 2, 4 and 6 GPUs are one, two and three times as fast; 0.5 B parameters train faster than 1.5 B."""
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps(CONFIGS["Qwen2.5-0.5B"]))
 
@@ -75,6 +75,8 @@ def test_a_sweep_of_models_and_of_nodes_changes_the_numbers(tmp_path, capsys):
     assert one == pytest.approx(2 * two) and one == pytest.approx(3 * three)
     two, three = swept("training_seconds", "--sweep", "slurm.nodes=2,3")
     assert three < 0.7 * two
+    assert main([*COMMAND, "--sweep", "policy.model=Qwen2.5-0.5B", "--sweep", "rollout.max_staleness=0,1"]) == 0
+    assert capsys.readouterr().err.count("is not here") == 1
 
 
 def test_a_critic_is_trained_beside_the_next_batch_of_engines_apart(capsys):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any, TypeVar
 
-from megatron_dapo.config import Config, load_config
+from megatron_dapo.config import Config, ModelShape, load_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metrics_file import NOT_FILTERED, dropped_groups
@@ -262,6 +263,7 @@ class Inputs:
     seed: int = 0
     whole: bool = False  # simulate every server, even of a large fleet
     incidents: Incidents = NONE
+    shape_of: Callable[[str], ModelShape] = field(default_factory=lambda: cache(model_shape))  # asks the hub once
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +313,7 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     work = Workload.of(config, **inputs.estimates)
     if inputs.run:
         work = from_run(inputs.run, work)
-    task = task_of(config, model_shape(config.policy.model), cluster, work, inputs.mfu)
+    task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     if reason := why_illegal(task, config.policy):
         raise SimulationError(reason)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
