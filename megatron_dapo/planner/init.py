@@ -15,6 +15,7 @@ from megatron_dapo.config.load import apply_overrides
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import Plan, make_plan
+from megatron_dapo.planner.search import KEYS
 from megatron_dapo.planner.workload import Workload
 
 GPUS_PER_NODE = 8
@@ -79,11 +80,13 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
             return recipe, None
         cluster = Cluster(find_gpu(gpu), gpus, min(gpus, GPUS_PER_NODE))
         plan = make_plan(config, shape, cluster, Workload.of(config), choose=True)
+        if not plan.fits and not config.policy.model_fields_set.isdisjoint(KEYS):  # may leave less memory free
+            plan = make_plan(config, shape, cluster, Workload.of(config))
         if plan.fits and plan.chosen is not None:
             recipe |= plan.chosen.changes(config)
             if plan.chosen.engine is not None and gpus <= GPUS_PER_NODE:
                 recipe["rollout.servers.count"] = gpus // plan.chosen.engine.tensor_parallel
-            check_config(_config(recipe, settings), shape=shape)
+            check_config(_config(recipe, settings), gpus, shape)
             return recipe, plan
     raise ConfigError(
         f"{model} does not fit on {_machine(gpus, gpu)}: {'; '.join(plan.problems)}. Use more GPUs, a smaller "
