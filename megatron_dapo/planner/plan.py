@@ -211,7 +211,7 @@ def make_plan(
     layers: Layers = "te",
     choose: bool = False,
 ) -> Plan:
-    """Judges the configured layout and engine size, or with `choose` takes the fastest that fit and have the values that are set."""
+    """Judges the configured layout and engine size, or with `choose` takes the fastest that fit; what is set stays."""
     if not 0 < mfu <= 1:
         raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
     planner = Planner(config, task_of(config, shape, cluster, work, mfu, layers))

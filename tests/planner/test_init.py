@@ -97,7 +97,8 @@ def test_a_layout_that_is_given_is_planned_or_refused(tmp_path, capsys):
     assert main(words) == 0
     chosen = yaml.safe_load(capsys.readouterr().out)["policy"]
     assert main([*words, "policy.optimizer.lr=2e-6"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["policy"] == chosen | {"optimizer": chosen["optimizer"] | {"lr": 2e-6}}
+    chosen["optimizer"]["lr"] = 2e-6
+    assert yaml.safe_load(capsys.readouterr().out)["policy"] == chosen
 
 
 def test_config_diff(tmp_path, capsys):
