@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dapo.config import Config, ConfigError, check_config, parse_config
 from megatron_dapo.config.base import dump_yaml
-from megatron_dapo.config.importing import nested
+from megatron_dapo.config.importing import nested, write_or_print
 from megatron_dapo.config.load import apply_overrides
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.models import model_shape
@@ -48,18 +48,9 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
         memory = chosen.trainer.fullest.total / 2**30
         lines.append(f"# Predicted: {seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
     lines.append(f"# Check it with `megatron-dapo train {file} --dry-run`; start it with `{start}`.")
-    text = "\n".join([*lines, dump_yaml(apply_overrides(nested(found), settings))])
-    if output is None:
-        print(text, end="")
-        return 0
-    try:
-        with Path(output).open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{output} exists: name a new file") from None
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-    print(f"wrote {output}; next: megatron-dapo train {output} --dry-run")
+    write_or_print("\n".join([*lines, dump_yaml(apply_overrides(nested(found), settings))]), output)
+    if output:
+        print(f"wrote {output}; next: megatron-dapo train {output} --dry-run")
     return 0
 
 

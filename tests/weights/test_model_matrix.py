@@ -84,7 +84,7 @@ def trained(kind, folder):
 
 
 def test_packed_experts_come_back_packed(models, tmp_path):
-    """All experts of a layer in one tensor: the same weights are read, and written as they were, to one file or many."""
+    """All experts of a layer in one tensor: the same weights are read, and written as they were, to 1 or more files."""
     single, folder = load_file(models["qwen3.5-moe"] / "model.safetensors"), tmp_path / "packed"
     shutil.copytree(models["qwen3.5-moe"], folder)
     tensors = {name: t for name, t in single.items() if ".mlp.experts." not in name}
