@@ -23,8 +23,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.observe.timeline import Span
 from megatron_dapo.planner.assumptions import DEFAULT_MFU
 from megatron_dapo.planner.engine import plan_engine
-from megatron_dapo.planner.hardware import cluster_of
-from megatron_dapo.planner.models import model_shape
+from megatron_dapo.planner.hardware import Cluster, cluster_of
 from megatron_dapo.planner.plan import step_phases, task_of
 from megatron_dapo.planner.search import judge
 from megatron_dapo.planner.server_model import FleetModel, Sequence, ServerModel
@@ -107,13 +106,13 @@ def simulate(setting: Setting, steps: int, helpers: Helpers | None = None) -> Si
     return run_virtually(HelpedRun(setting, steps, 0, helpers).run())
 
 
-def make_helpers(inputs: Inputs, free: bool) -> Helpers:
+def make_helpers(inputs: Inputs, whole: Cluster, free: bool) -> Helpers:
     """The trainer's GPUs as those of a colocated run, whose hand-overs and weight updates the planner knows."""
     settings = [*inputs.settings, "rollout.max_staleness=0", "rollout.servers.share_gpus=true"]
     config = load_config(inputs.config, [*settings, "rollout.weights.transport=tensor"])
-    cluster = replace(inputs.cluster, gpus=inputs.cluster.trainer_gpus, engine_gpus=0)
-    work = make_setting(inputs, load_config(inputs.config, inputs.settings), inputs.cluster)[0].work
-    task = task_of(config, inputs.shape, cluster, work, inputs.mfu)
+    cluster = replace(whole, gpus=whole.trainer_gpus, engine_gpus=0)
+    work = make_setting(inputs, load_config(inputs.config, inputs.settings), whole)[0].work
+    task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
     phases = step_phases(task, config.rollout, config.policy, judge(task, config.policy).memory, engine, None)
     seconds = {phase.name: phase.seconds for phase in phases}
@@ -148,9 +147,9 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(args.config)
     estimates = {} if args.mean_response is None else {"mean_response": args.mean_response}
-    shape, cluster = model_shape(config.policy.model), cluster_of(config.slurm, args.gpu)
-    inputs = Inputs(args.config, [], shape, cluster, DEFAULT_MFU, estimates, whole=True)
-    setting, helpers = make_setting(inputs, config, cluster)[0], make_helpers(inputs, args.free)
+    cluster = cluster_of(config.slurm, args.gpu)
+    inputs = Inputs(args.config, [], {"gpu": args.gpu}, DEFAULT_MFU, estimates, whole=True)
+    setting, helpers = make_setting(inputs, config, cluster)[0], make_helpers(inputs, cluster, args.free)
     busy = setting.training_seconds + setting.sync_seconds
     alone, helped = simulate(setting, args.steps), simulate(setting, args.steps, helpers)
     step, servers = alone.step_seconds, setting.fleet.servers

@@ -156,6 +156,20 @@ def test_the_sampling_error_by_hand():
     assert result.interval is None
 
 
+def test_one_response_says_nothing_of_the_sampling_error():
+    """Nor does one graded response to one of the problems."""
+    result = run(KnownEngine([1, 0]), 2, EvalConfig(samples=1, max_response_tokens=64))
+    assert result.sampling_error is None and json.loads(json.dumps(result.to_json()))["sampling_error"] is None
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(result.table("AIME"))
+    shown = console.export_text()
+    assert "clustered by problem" in shown and "sampling alone" not in shown and "problem;" not in shown
+    twice, once = (ProblemResult(name, "", "1", [response(True, "1")] * n) for name, n in (("a", 2), ("b", 1)))
+    ungraded = ProblemResult("c", "", "1", [response(None)])
+    assert summarise([twice, once], CONFIG, 0, 1.0).sampling_error is None
+    assert summarise([twice, ungraded], CONFIG, 0, 1.0).sampling_error == 0.0
+
+
 def test_ungraded_responses_are_excluded_and_counted():
     config = EvalConfig(samples=4, max_response_tokens=1)
     half = ProblemResult("a", "", "", [response(True, "1"), response(False, "0"), response(None), response(None)])

@@ -479,16 +479,19 @@ def summary(found: Imported) -> str:
     return f"{found.tool.title}: {len(found.given)} settings: {parts}"
 
 
-def run(file: str, tool: str | None, gpus: int | None, output: str | None) -> int:
-    found = import_file(Path(file), tool, gpus)
-    text = render(found, Path(file).name)
+def write_or_print(text: str, output: str | None) -> None:
     if output is None:
         print(text, end="")
-    else:
-        try:
-            with Path(output).open("x", encoding="utf-8") as stream:
-                stream.write(text)
-        except OSError as error:
-            raise ConfigError(f"{output} cannot be written ({error.strerror}): name a new file") from None
+        return
+    try:
+        with Path(output).open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}): name a new file") from None
+
+
+def run(file: str, tool: str | None, gpus: int | None, output: str | None) -> int:
+    found = import_file(Path(file), tool, gpus)
+    write_or_print(render(found, Path(file).name), output)
     print(summary(found) + (f"; written to {output}" if output else ""), file=sys.stderr)
     return 0

@@ -15,10 +15,11 @@ from rich.markup import escape
 from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
 from megatron_dapo.config.load import local_model
+from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.doctor import gpu, machine, software
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.errors import UserError
-from megatron_dapo.planner import count_parameters
+from megatron_dapo.planner.parameters import count_parameters, trained_parameters
 
 INDENT = 21
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -33,6 +34,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
     run_dir = Path(config.trainer.run_dir)
     shape = _shape(config)
     parameters = count_parameters(shape).total if shape else 0
+    saved = trained_parameters(shape, PolicyConfig(lora=config.policy.lora), 0).total if shape else 0
     size = 2 * parameters if config.rollout.weights.writes_files else 0
     servers = config.rollout.servers
     found = [
@@ -45,7 +47,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
         Probe("attention", gpu.attention, 310),
         Probe("kernels", gpu.kernels, 130),
         Probe("run directory", partial(machine.run_directory, run_dir, config.slurm.nodes), 60),
-        Probe("disk", partial(machine.free_disk, run_dir, parameters, config.trainer.checkpoint.keep)),
+        Probe("disk", partial(machine.free_disk, run_dir, saved, config.trainer.checkpoint.keep)),
         Probe("shared memory", machine.shared_memory),
         Probe("clock", partial(machine.clock_skew, run_dir)),
         Probe("limits", machine.limits),

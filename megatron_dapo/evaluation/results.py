@@ -72,7 +72,7 @@ class EvalResult:
     avg: float
     interval: tuple[float, float] | None  # of avg, clustered by problem; None for a single problem
     confidence: float
-    sampling_error: float  # standard error of avg for exactly these problems
+    sampling_error: float | None  # standard error of avg for exactly these problems; None: too few responses
     pass_at: dict[int, float]
     majority: float | None  # None if the grader extracts no answers
     lenient: float | None  # share of responses whose last number is the reference; None unless all are numbers
@@ -106,8 +106,8 @@ class EvalResult:
         k = self.samples
         table = Table("metric", "value", "", title=f"{title}: {len(self.problems)} problems × {k} responses")
         interval = "" if self.interval is None else (
-            f"{self.confidence:.0%} interval {self.interval[0]:.1%} to {self.interval[1]:.1%}, clustered by problem; "
-            f"± {self.sampling_error:.1%} from sampling alone"
+            f"{self.confidence:.0%} interval {self.interval[0]:.1%} to {self.interval[1]:.1%}, clustered by problem"
+            + ("" if self.sampling_error is None else f"; ± {self.sampling_error:.1%} from sampling alone")
         )  # fmt: skip
         table.add_row(f"avg@{k}", f"{self.avg:.2%}", interval)
         for n, value in self.pass_at.items():
@@ -175,14 +175,14 @@ def summarise(problems: list[ProblemResult], config: EvalConfig, seed: int, seco
         )
     responses = [r for p in problems for r in p.responses]
     accuracies = [p.accuracy for p in usable]
-    noise = sum(p.accuracy * (1 - p.accuracy) / max(1, len(p.graded) - 1) for p in usable)
+    noise = [p.accuracy * (1 - p.accuracy) / (len(p.graded) - 1) for p in usable if len(p.graded) > 1]
     votes = any(r.extracted is not None for r in responses)
     return EvalResult(
         samples=config.samples,
         avg=fmean(accuracies),
         interval=clustered_interval(accuracies, config.confidence),
         confidence=config.confidence,
-        sampling_error=math.sqrt(noise) / len(usable),
+        sampling_error=math.sqrt(sum(noise)) / len(usable) if len(noise) == len(usable) else None,
         pass_at={k: fmean(pass_at_k(len(p.graded), p.right, k) for p in usable) for k in config.pass_at_values},
         majority=fmean(majority(p.graded) for p in usable) if votes else None,
         lenient=lenient_score(problems),

@@ -15,6 +15,7 @@ from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.modes import Mode, compare_modes
 from megatron_dapo.planner.plan import make_plan, task_of
 from megatron_dapo.planner.report import plan_json, print_modes, print_plan
+from megatron_dapo.planner.search import KEYS
 from megatron_dapo.planner.workload import Workload
 
 
@@ -38,7 +39,7 @@ def run(
     work = Workload.of(loaded, **estimates)
     if compare:
         return _compare(compare_modes(loaded, shape, cluster, work, mfu, layers), cluster, top, as_json)
-    choose = config is None and not any(item.startswith("policy.") for item in set)
+    choose = config is None and loaded.policy.model_fields_set.isdisjoint(KEYS)
     plan = make_plan(loaded, shape, cluster, work, mfu, layers, choose)
     task = task_of(loaded, shape, cluster, work, mfu, layers)
     plan = replace(plan, advice=advise(loaded, plan, task))

@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron_dapo.config import Config, ConfigError, check_config, parse_config
 from megatron_dapo.config.base import dump_yaml
-from megatron_dapo.config.importing import nested
+from megatron_dapo.config.importing import nested, write_or_print
 from megatron_dapo.config.load import apply_overrides
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import Plan, make_plan
+from megatron_dapo.planner.search import KEYS
 from megatron_dapo.planner.workload import Workload
 
 GPUS_PER_NODE = 8
@@ -47,18 +48,9 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
         memory = chosen.trainer.fullest.total / 2**30
         lines.append(f"# Predicted: {seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
     lines.append(f"# Check it with `megatron-dapo train {file} --dry-run`; start it with `{start}`.")
-    text = "\n".join([*lines, dump_yaml(apply_overrides(nested(found), settings))])
-    if output is None:
-        print(text, end="")
-        return 0
-    try:
-        with Path(output).open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{output} exists: name a new file") from None
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-    print(f"wrote {output}; next: megatron-dapo train {output} --dry-run")
+    write_or_print("\n".join([*lines, dump_yaml(apply_overrides(nested(found), settings))]), output)
+    if output:
+        print(f"wrote {output}; next: megatron-dapo train {output} --dry-run")
     return 0
 
 
@@ -79,11 +71,13 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
             return recipe, None
         cluster = Cluster(find_gpu(gpu), gpus, min(gpus, GPUS_PER_NODE))
         plan = make_plan(config, shape, cluster, Workload.of(config), choose=True)
+        if not plan.fits and not config.policy.model_fields_set.isdisjoint(KEYS):  # may leave less memory free
+            plan = make_plan(config, shape, cluster, Workload.of(config))
         if plan.fits and plan.chosen is not None:
             recipe |= plan.chosen.changes(config)
             if plan.chosen.engine is not None and gpus <= GPUS_PER_NODE:
                 recipe["rollout.servers.count"] = gpus // plan.chosen.engine.tensor_parallel
-            check_config(_config(recipe, settings), shape=shape)
+            check_config(_config(recipe, settings), gpus, shape)
             return recipe, plan
     raise ConfigError(
         f"{model} does not fit on {_machine(gpus, gpu)}: {'; '.join(plan.problems)}. Use more GPUs, a smaller "

@@ -8,18 +8,19 @@ fastest one that fits.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from megatron_dapo.config import Config, ModelShape
-from megatron_dapo.planner.engine import EnginePlan, fleet_of, plan_engine
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.planner.engine import EnginePlan, fleet_of
 from megatron_dapo.planner.generation import generate
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.memory import Layers
-from megatron_dapo.planner.plan import step_phases, step_seconds, task_of
+from megatron_dapo.planner.plan import Planner, step_phases, step_seconds, task_of
 from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal
 from megatron_dapo.planner.workload import Workload
 
 MAX_RUNNING = (128, 256, 512, 1024)
-SERVER_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,12 @@ def _modes(
     best = _engine(task, config)
     if trainer is None or best is None:
         return []
-    chosen, engine = best
-    generation = generate(work, chosen.rollout.sampler, fleet_of(shape, engine, chosen.rollout, cluster))
-    phases = step_phases(task, chosen.rollout, trainer.policy, trainer.memory, engine, generation)
+    _, rollout, engine = best
+    generation = generate(work, rollout.sampler, fleet_of(shape, engine, rollout, cluster))
+    phases = step_phases(task, rollout, trainer.policy, trainer.memory, engine, generation)
     return [
         Mode(
-            cluster.engine_gpus, staleness, trainer, engine.tensor_parallel, chosen.rollout.servers.max_running,
+            cluster.engine_gpus, staleness, trainer, engine.tensor_parallel, rollout.servers.max_running,
             {phase.name: phase.seconds for phase in phases},
             step_seconds(phases, overlaps=staleness > 0, apart=not cluster.colocated),
         )
@@ -83,20 +84,13 @@ def _trainer(task: Task, config: Config) -> Candidate | None:
     return next(iter(rank(list(candidates(task, config.policy)))), None)
 
 
-def _engine(task: Task, config: Config) -> tuple[Config, EnginePlan] | None:
-    """The configuration with the server size and max_running that are fastest at full speed, and its engines."""
-    cluster, best, least = task.cluster, None, float("inf")
-    gpus = cluster.engine_gpus or cluster.gpus
-    for size in SERVER_SIZES:
-        if gpus % size or size > cluster.gpus_per_node or task.shape.heads % size:
-            continue
-        for running in MAX_RUNNING:
-            servers = config.rollout.servers.model_copy(update={"tensor_parallel": size, "max_running": running})
-            rollout = config.rollout.model_copy(update={"servers": servers})
-            engine = plan_engine(task.shape, rollout, cluster, task.work, task.kept)
-            if not engine.fits or not engine.servers:
-                continue
-            speed = fleet_of(task.shape, engine, rollout, cluster).full_speed(task.work, engine.running)
-            if 1 / speed < least:
-                least, best = 1 / speed, (config.model_copy(update={"rollout": rollout}), engine)
-    return best
+def _engine(task: Task, config: Config) -> tuple[float, RolloutConfig, EnginePlan] | None:
+    """The max_running and server size that are fastest at full speed, with the seconds of a step's generation."""
+    found = []
+    for running in MAX_RUNNING:
+        servers = config.rollout.servers.model_copy(update={"max_running": running})
+        rollout = config.rollout.model_copy(update={"servers": servers})
+        planner = Planner(config.model_copy(update={"rollout": rollout}), task)
+        engines = map(planner.engine, planner.engine_sizes())
+        found += [(seconds, rollout, engine) for engine, seconds in engines if engine.fits]
+    return min(found, key=itemgetter(0), default=None)

@@ -211,7 +211,7 @@ def make_plan(
     layers: Layers = "te",
     choose: bool = False,
 ) -> Plan:
-    """Judges the configured layout and engine size, or with `choose` takes the fastest that fit."""
+    """Judges the configured layout and engine size, or with `choose` takes the fastest that fit; what is set stays."""
     if not 0 < mfu <= 1:
         raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
     planner = Planner(config, task_of(config, shape, cluster, work, mfu, layers))
@@ -308,7 +308,13 @@ class Planner:
         return [pair for c in trainers for tp in sizes if (pair := self.choice(c, tp)).fits]
 
     def best(self, found: list[Candidate]) -> Choice | None:
-        return min(self.pairs(rank(found)), key=lambda pair: pair.seconds, default=None)
+        """The fastest that fits and changes none of the values that are set."""
+        policy, servers = self.config.policy, self.config.rollout.servers
+        given = {f"policy.{key}" for key in policy.model_fields_set}
+        given |= {f"rollout.servers.{key}" for key in servers.model_fields_set}
+        pairs = self.pairs(rank([c for c in found if given.isdisjoint(c.changes(policy))]))
+        pairs = [pair for pair in pairs if given.isdisjoint(pair.changes(self.config))]
+        return min(pairs, key=lambda pair: pair.seconds, default=None)
 
     def smallest_change(self, found: list[Candidate]) -> dict[str, Any] | None:
         """The fewest keys that make it fit; among those, the fastest. None: nothing fits."""

@@ -15,7 +15,7 @@ from megatron_dapo.planner.engine import EnginePlan
 from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.modes import Mode
 from megatron_dapo.planner.plan import TRAINING, Plan
-from megatron_dapo.planner.search import Candidate
+from megatron_dapo.planner.search import KEYS, Candidate
 
 NOTES = {
     "weights": "in the precision of the computation",
@@ -254,11 +254,6 @@ def _engine_json(engine: EnginePlan | None) -> dict[str, Any] | None:
 
 
 def _candidate_json(candidate: Candidate, world: int) -> dict[str, Any]:
-    policy = candidate.policy
-    return {
-        "tensor_parallel": policy.tensor_parallel, "pipeline_parallel": policy.pipeline_parallel,
-        "virtual_pipeline": policy.virtual_pipeline, "context_parallel": policy.context_parallel,
-        "expert_parallel": policy.expert_parallel, "data_parallel": candidate.data_parallel(world),
-        "micro_batch_tokens": policy.micro_batch_tokens, "recompute": policy.recompute,
-        "head_chunk_tokens": policy.head_chunk_tokens, "bytes": candidate.fullest.total, "seconds": candidate.seconds,
-    }  # fmt: skip
+    layout = {key: getattr(candidate.policy, key) for key in KEYS[:8]}
+    more = {"data_parallel": candidate.data_parallel(world), "bytes": candidate.fullest.total}
+    return layout | more | {"seconds": candidate.seconds}

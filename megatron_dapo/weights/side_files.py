@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, StoredTensor, safetensors_header
+from megatron_dapo.files import INDEX, SINGLE, StoredTensor, read_safetensors_directory, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.locate import HF_FILES, METADATA
@@ -128,7 +128,7 @@ def export_carried(reference: Path, directory: Path, shape: ModelShape) -> tuple
     if index.exists():
         known = json.loads(index.read_text())
     else:  # readers would not look for a second file beside model.safetensors
-        stored = HFReader(directory).stored
+        stored = read_safetensors_directory(directory)
         (directory / SINGLE).rename(directory / ONLY)
         size = sum(tensor.nbytes for tensor in stored.values())
         known = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(stored, ONLY)}

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from megatron_dapo.doctor import Check, Probe
 from megatron_dapo.doctor.command import probes, run
 from megatron_dapo.doctor.machine import bitwise_resume
 from megatron_dapo.errors import UserError
+from megatron_dapo.planner.models import _configs
 
 
 def fixed(*statuses):
@@ -68,6 +70,16 @@ def test_the_configuration_selects_the_checks():
     assert {probe.name for probe in probes(named, named=True)} - names == {"sglang", "bitwise resume", "model"}
     embedded = parse_config({"rollout": {"engine": "embedded"}})
     assert not {"sglang", "ports", "weights"} & {probe.name for probe in probes(embedded, named=True)}
+
+
+@pytest.mark.parametrize(("rank", "gib"), [(0, 1282), (16, 5)])
+def test_the_disk_must_hold_only_adapters_with_lora(rank, gib, tmp_path):
+    """Three checkpoints at 14 bytes of 32.8 B parameters; of adapters of rank 16 with 134,217,728 (docs/lora.md)."""
+    (tmp_path / "config.json").write_text(json.dumps(_configs()["Qwen2.5-32B"]))
+    policy = {"model": str(tmp_path), "lora": {"rank": rank}, "tensor_parallel": 2, "pipeline_parallel": 2}
+    config = parse_config({"policy": policy, "trainer": {"checkpoint": {"keep": 2}}})
+    disk = next(probe for probe in probes(config, named=True) if probe.name == "disk")
+    assert f"3 checkpoints take {gib:,} GiB" in disk.look(usage=lambda path: SimpleNamespace(free=2**50)).found
 
 
 def test_a_result_has_the_name_of_its_probe():

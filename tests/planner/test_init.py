@@ -75,6 +75,32 @@ def test_settings_are_part_of_the_file(capsys):
     assert yaml.safe_load(text)["trainer"]["steps"] == 7 and "megatron-dapo slurm run.yaml" in text
 
 
+def test_a_layout_that_is_given_is_planned_or_refused(tmp_path, capsys):
+    words = ["init", "--model", "Qwen/Qwen2.5-7B", "--data", "p.jsonl", "--gpus", "8"]
+    assert main([*words, "policy.tensor_parallel=4", "policy.context_parallel=4"]) == 2
+    assert "8 ranks cannot hold" in capsys.readouterr().err
+    for given in (["policy.tensor_parallel=4", "policy.recompute=full"], ["rollout.servers.tensor_parallel=4"]):
+        assert main([*words, *given, "--output", str(tmp_path / f"{len(given)}.yaml")]) == 0
+        config = load_config(tmp_path / f"{len(given)}.yaml")
+        assert config == load_config(tmp_path / f"{len(given)}.yaml", given)
+        servers, said = config.rollout.servers, (tmp_path / f"{len(given)}.yaml").read_text()
+        assert 8 % config.policy.model_ranks == 0 and servers.tensor_parallel * servers.count == 8
+        capsys.readouterr()
+        assert main(["plan", str(tmp_path / f"{len(given)}.yaml"), "--gpus", "8", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        memory = plan["trainer_bytes"]["total"] / 2**30
+        assert f"Predicted: {plan['step_seconds']:.0f} s a step, {memory:.0f} GiB a GPU" in said
+    alone = [f"policy.{kind}_parallel=1" for kind in ("tensor", "pipeline", "context")]
+    assert main([*words[:-1], "1", *alone]) == 2
+    assert "the trainer needs" in capsys.readouterr().err
+    # Other settings of the policy leave the choice of the layout to init.
+    assert main(words) == 0
+    chosen = yaml.safe_load(capsys.readouterr().out)["policy"]
+    assert main([*words, "policy.optimizer.lr=2e-6"]) == 0
+    chosen["optimizer"]["lr"] = 2e-6
+    assert yaml.safe_load(capsys.readouterr().out)["policy"] == chosen
+
+
 def test_config_diff(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("trainer: {steps: 7}\npolicy: {model: m}\n")

@@ -60,6 +60,25 @@ def test_a_sweep_ranks_every_combination(capsys):
     assert split["collecting_seconds"] > colocated["collecting_seconds"]
 
 
+def test_a_sweep_of_models_and_of_nodes_changes_the_numbers(tmp_path, capsys):
+    """Engines with 2, 4 and 6 GPUs are one, two and three times as fast; 0.5 B parameters train faster than 1.5 B."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(CONFIGS["Qwen2.5-0.5B"]))
+
+    def swept(name, *sweep):
+        assert main([*COMMAND, "--json", *sweep]) == 0
+        return [item[name] for item in json.loads(capsys.readouterr().out)]
+
+    large, small = swept("training_seconds", "--sweep", "policy.model=model,small")
+    assert small < 0.6 * large
+    one, two, three = swept("limit_seconds", "--set", "slurm.nodes=4", "--sweep", "slurm.engine_nodes=1,2,3")
+    assert one == pytest.approx(2 * two) and one == pytest.approx(3 * three)
+    two, three = swept("training_seconds", "--sweep", "slurm.nodes=2,3")
+    assert three < 0.7 * two
+    assert main([*COMMAND, "--sweep", "policy.model=Qwen2.5-0.5B", "--sweep", "rollout.max_staleness=0,1"]) == 0
+    assert capsys.readouterr().err.count("is not here") == 1
+
+
 def test_a_critic_is_trained_beside_the_next_batch_of_engines_apart(capsys):
     sweep = ["--set", "algorithm.advantage=gae", "--sweep", "rollout.max_staleness=0,1", "--sweep", "engine_gpus=0,2"]
     assert main([*COMMAND, *sweep, "--json"]) == 0

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.arguments import table_console
-from megatron_dapo.config import load_config
-from megatron_dapo.planner.hardware import cluster_of
-from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.simulation.incidents import Incidents, SimulationError
 from megatron_dapo.planner.simulation.report import print_variants, variant_json, write_trace
 from megatron_dapo.planner.simulation.run import Inputs, parse_sweep, run_sweep
@@ -32,12 +29,7 @@ def run(
     as_json: bool,
 ) -> int:
     """`hardware`, `estimates` and `incidents`: the arguments of `cluster_of`, `Workload.of` and `Incidents.of`."""
-    loaded = load_config(config, set)
-    cluster = cluster_of(loaded.slurm, **hardware)
-    inputs = Inputs(
-        config, set, model_shape(loaded.policy.model), cluster, mfu, estimates, from_run, steps, seed, whole,
-        Incidents.of(**incidents),
-    )  # fmt: skip
+    inputs = Inputs(config, set, hardware, mfu, estimates, from_run, steps, seed, whole, Incidents.of(**incidents))
     variants = run_sweep(inputs, parse_sweep(sweep))
     if not any(variant.simulation for variant in variants):
         raise SimulationError(f"nothing could be simulated: {variants[0].problem}")

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import timeline
-from megatron_dapo.planner.report import print_table
+from megatron_dapo.planner.report import make_table, print_table
 from megatron_dapo.planner.simulation.run import Simulation, Variant
 
-COLUMNS = ("step", "collecting", "× limit", "utilisation", "tok/s", "waste", "staleness")
+COLUMNS = (">step", ">collecting", ">× limit", ">utilisation", ">tok/s", ">waste", "staleness")
 
 
 def cells(variant: Variant) -> list[str]:
@@ -40,10 +39,7 @@ def print_variants(variants: list[Variant], console: Console) -> None:
     first = next((variant for variant in variants if variant.simulation), None)
     if first is not None and first.simulation is not None:
         _print_set_up(first.simulation, first.parts, console)
-    table = Table(title="Simulated steps", title_justify="left", title_style="bold")
-    table.add_column("setting", overflow="fold")
-    for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=column != "staleness")
+    table = make_table("Simulated steps", "setting", *COLUMNS)
     ranked = sorted(variants, key=lambda v: v.simulation.step_seconds if v.simulation else float("inf"))
     for variant in ranked:
         table.add_row(label(variant), *cells(variant))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any, TypeVar
 
@@ -22,7 +23,8 @@ from megatron_dapo.observe.metrics_file import NOT_FILTERED, dropped_groups
 from megatron_dapo.observe.timeline import Span
 from megatron_dapo.planner.engine import fleet_of, plan_engine
 from megatron_dapo.planner.generation import Fleet, ServerKind, part_of
-from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.hardware import Cluster, cluster_of, find_gpu
+from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import step_phases, task_of
 from megatron_dapo.planner.search import judge, why_illegal
 from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function, unit_of
@@ -253,8 +255,7 @@ class Inputs:
 
     config: str | None
     settings: list[str]
-    shape: ModelShape
-    cluster: Cluster
+    hardware: dict[str, Any]  # for `cluster_of`
     mfu: float
     estimates: dict[str, Any]  # for `Workload.of`
     run: str | None = None  # a run directory, for lengths and yield
@@ -262,6 +263,7 @@ class Inputs:
     seed: int = 0
     whole: bool = False  # simulate every server, even of a large fleet
     incidents: Incidents = NONE
+    shape_of: Callable[[str], ModelShape] = field(default_factory=lambda: cache(model_shape))  # asks the hub once
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,12 +295,10 @@ def run_sweep(inputs: Inputs, keys: dict[str, list[str]]) -> list[Variant]:
 
 def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
     settings = [f"{key}={value}" for key, value in values.items() if key != SPLIT]
-    cluster = inputs.cluster
+    split = {SPLIT: int(values[SPLIT])} if SPLIT in values else {}
     try:
         config = load_config(inputs.config, [*inputs.settings, *settings])
-        if SPLIT in values:
-            cluster = replace(cluster, engine_gpus=int(values[SPLIT]))
-        setting, parts = make_setting(inputs, config, cluster)
+        setting, parts = make_setting(inputs, config, cluster_of(config.slurm, **(inputs.hardware | split)))
         return Variant(values, simulate(setting, inputs.steps, inputs.seed), parts)
     except UserError as error:
         if not values:
@@ -313,7 +313,7 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     work = Workload.of(config, **inputs.estimates)
     if inputs.run:
         work = from_run(inputs.run, work)
-    task = task_of(config, inputs.shape, cluster, work, inputs.mfu)
+    task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     if reason := why_illegal(task, config.policy):
         raise SimulationError(reason)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)

@@ -8,10 +8,12 @@ none. Reading parses the archive's directory and a pickle of fixed form (`safe_p
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import struct
 import sys
+import zipfile
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +28,6 @@ _REBUILD, _ORDERED = Name("torch._utils", "_rebuild_tensor_v2"), Name("collectio
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
 
 
 class BadArchive(ValueError):
@@ -136,52 +137,36 @@ def read_archive(view: memoryview) -> ArchivedTensor:
 def open_archive(view: memoryview) -> dict[str, tuple[int, int]]:
     """Record name (without the archive's own name) → (offset, size) of its bytes."""
     try:
-        names = {name.split(b"/", 1)[-1].decode(): _data(view, *entry) for name, entry in _directory(view).items()}
+        records = zipfile.ZipFile(_Stream(view)).infolist()
+        if any(record.compress_type for record in records):
+            raise BadArchive("compressed archive")
+        names = {r.filename.split("/", 1)[-1]: _data(view, r.header_offset, r.file_size) for r in records}
         if "byteorder" in names:
             start, length = names["byteorder"]
             if bytes(view[start : start + length]) != sys.byteorder.encode():
                 raise BadArchive("written on a machine with another byte order")
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, OSError, OverflowError, struct.error, UnicodeDecodeError) as error:
         raise BadArchive(f"not an archive as torch.save writes it ({type(error).__name__}: {error})") from None
     return names
 
 
-def _directory(view: memoryview) -> dict[bytes, tuple[int, int]]:
-    """Record name → (header offset, size)."""
-    _, _, _, _, count, size, start, _ = _end = _END.unpack(view[-_END.size :])
-    if _end[0] != b"PK\5\6":
-        raise BadArchive("does not end like a zip archive (truncated?)")
-    locator = view[-_END.size - 20 : -_END.size]
-    if bytes(locator[:4]) == b"PK\6\7":
-        (at,) = struct.unpack_from("<Q", locator, 8)
-        values = _END64.unpack_from(view, at)
-        count, start = values[7], values[9]
-    records, at = {}, start
-    for _ in range(count):
-        fields = _CENTRAL.unpack_from(view, at)
-        if fields[0] != b"PK\1\2" or fields[4] != 0:
-            raise BadArchive("damaged or compressed archive")
-        size, name_length, extra_length, comment_length, header = (*fields[9:13], fields[16])
-        name = bytes(view[at + _CENTRAL.size :][:name_length])
-        extra = bytes(view[at + _CENTRAL.size + name_length :][:extra_length])
-        size, header = _wide(extra, size, fields[8], header)
-        records[name] = (header, size)
-        at += _CENTRAL.size + name_length + extra_length + comment_length
-    return records
+class _Stream(io.RawIOBase):
+    """A view as a file, for `zipfile`; `BytesIO` would copy it."""
 
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
 
-def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
-    """Reads sizes and offsets of 4 GiB and more from the zip64 extra field, which has them in this order."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
-            size = next(values) if size == 0xFFFFFFFF else size
-            _ = next(values) if packed == 0xFFFFFFFF else packed
-            header = next(values) if header == 0xFFFFFFFF else header
-        at += 4 + length
-    return size, header
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = offset + (0, self._at, len(self._view))[whence]
+        if self._at < 0:
+            raise OSError("before the start")
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        part = self._view[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
 
 def _data(view: memoryview, header: int, size: int) -> tuple[int, int]:
