@@ -181,8 +181,7 @@ def _named(function: Function, folder: Path, files: dict[Path, str]) -> str:
     if _is_importable(function):
         return f"python:{function.__module__}.{function.__name__}"
     if not (inspect.isfunction(function) or inspect.isclass(function)):
-        kind = type(function).__name__
-        raise UserError(f"{function}: expected a function, found a {kind}; define one that calls it, in a module")
+        raise UserError(f"{function}: expected a function, found a {type(function).__name__}; define one that calls it")
     if os.pathsep in str(folder):
         raise UserError(f"{folder}: Python finds no modules in directories with {os.pathsep!r}; choose another one")
     known: dict[str, str] = {}

@@ -105,27 +105,23 @@ def _joined(lines: Iterable[str]) -> list[str]:
 
 
 def apply_overrides(raw: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
-    for item in items:
-        _apply_override(raw, item)
-    return raw
-
-
-def _apply_override(raw: dict[str, Any], item: str) -> None:
     """`a.b=c` sets raw["a"]["b"]. The value is read as YAML. A key that takes text takes it as written, unless it is
     quoted, null, or a list for one of LISTS."""
-    key, equals, text = item.partition("=")
-    item = hide_secrets(item)  # for messages
-    key, text = key.strip(), text.strip()
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {item!r}: expected section.key=value, for example --set policy.tensor_parallel=2")
-    takes_text = admits(annotation_of(key.split(".")), str)
-    is_text = takes_text and not QUOTED_OR_NULL.fullmatch(text) and not (key in LISTS and text.startswith("["))
-    try:
-        set_value(raw, key, text if is_text else parse_yaml(text))
-    except YamlError as error:
-        if not takes_text:
-            raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
-        set_value(raw, key, text)
+    for item in items:
+        key, equals, text = (part.strip() for part in item.partition("="))
+        shown = f"--set {hide_secrets(item)!r}"
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"{shown}: expected section.key=value, for example --set policy.tensor_parallel=2")
+        takes_text = admits(annotation_of(key.split(".")), str)
+        is_text = takes_text and not QUOTED_OR_NULL.fullmatch(text) and not (key in LISTS and text.startswith("["))
+        try:
+            value = text if is_text else parse_yaml(text)
+        except YamlError as error:
+            if not takes_text:
+                raise ConfigError(f"{shown}: the value is not valid YAML: {error}") from None
+            value = text
+        set_value(raw, key, value)
+    return raw
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any) -> None:

@@ -258,10 +258,9 @@ class _Shell:
         while self.at < len(self.text) and self.text[self.at] not in " \t\n;|&()<>":
             char = self.text[self.at]
             if char == "'":
-                end = self.text.find("'", self.at + 1)
-                end = len(self.text) if end < 0 else end
-                parts += self.text[self.at + 1 : end]
-                self.at = end + 1
+                inner = self.text[self.at + 1 :].partition("'")[0]
+                parts += inner
+                self.at += len(inner) + 2
             elif char == '"':
                 end = _closing_quote(self.text, self.at + 1)
                 inner = self.text[self.at + 1 : end]
@@ -272,9 +271,8 @@ class _Shell:
                     parts += self._expand(inner)
                     fields += [""] if not inner and not parts else []
             elif char == "$":
-                end = _end_of_expansion(self.text, self.at)
-                inner = self.text[self.at : end]
-                self.at = end
+                inner = self.text[self.at : _end_of_expansion(self.text, self.at)]
+                self.at += len(inner)
                 array = re.fullmatch(r"\$\{(\w+)(\[[@*]\])?\}", inner)
                 if array and (array[2] or array[1] in self.arrays):
                     fields += self.arrays.get(array[1], [])
