@@ -12,6 +12,7 @@ processes of their own: a notebook can start several runs, and stopping a cell s
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import json
@@ -28,7 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.config.base import dump_yaml, parse_yaml
-from megatron_dapo.config.load import apply_overrides, as_settings, load_config, parse_config
+from megatron_dapo.config.load import load_config, parse_config, set_value
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.report import write_report
 from megatron_dapo.observe.runs import Run, load_run
@@ -74,7 +75,8 @@ class TrainedRun:
 
 def read_run(path: str | Path) -> TrainedRun:
     """The metrics, evaluations, transcripts and settings of a run directory; the run may be running."""
-    return TrainedRun(Path(path), load_run(Path(path), Path(path).name))
+    path = Path(path).expanduser()
+    return TrainedRun(path, load_run(path, path.name))
 
 
 def train(
@@ -102,7 +104,9 @@ def train(
     A function that a process cannot import, because it was written in a notebook, is copied into the run directory with
     what it uses: other functions, modules, plain values. Raises UserError with the message of the command.
     """
-    folder = Path(run_dir).resolve()
+    folder = Path(run_dir).expanduser().resolve()
+    if {"trainer.run_dir", "trainer__run_dir"} & settings.keys():
+        raise UserError("trainer.run_dir: give it as run_dir=, which is also where the results are read")
     given = {"policy.model": str(model), "trainer.run_dir": str(folder)}
     paths = [data] if isinstance(data, str | Path) else list(data)
     given["data.path"] = str(paths[0]) if len(paths) == 1 else list(map(str, paths))  # type: ignore[assignment]
@@ -127,7 +131,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Generates `samples` responses to every problem of `data` and grades them: avg@k, pass@k and maj@k, as in
     `out`/results.json. The arguments are those of `train`."""
-    folder = Path(out).resolve()
+    folder = Path(out).expanduser().resolve()
     given: dict[str, Any] = {"evaluate.data.path": str(data), "policy.model": str(model), "evaluate.samples": samples}
     given["evaluate.data.sources"] = []  # of the file
     file = _write(config, given | settings, {"reward.grader": reward}, folder)
@@ -139,13 +143,15 @@ def evaluate(
 def convert(source: str | Path, destination: str | Path, **options: Any) -> Path:
     """Converts a HF model to a Megatron checkpoint, or a Megatron checkpoint or a run to a HF model: whichever `source`
     is not. `options`: those of `megatron-dapo convert`, for example `reference`, `step`, `dtype`, `overwrite`."""
-    from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
+    from megatron_dapo.weights.command import hf_to_megatron, megatron_to_hf
     from megatron_dapo.weights.locate import Format, format_of, locate
 
+    source, destination = Path(source).expanduser(), Path(destination).expanduser()
     is_hf = format_of(locate(source, options.get("step"))) is Format.HF
     change = hf_to_megatron if is_hf else megatron_to_hf
-    change(source, destination, **options)
-    return Path(destination)
+    if change(str(source), str(destination), **options):
+        raise UserError(f"{destination} is written, but has NaN or infinite values; allow_nan=True accepts them")
+    return destination
 
 
 # ---- settings and functions ----
@@ -157,7 +163,8 @@ def _write(
     sections = load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
     files: dict[Path, str] = {}
     named = {key: _named(function, folder, files) for key, function in functions.items() if function is not None}
-    apply_overrides(sections, as_settings({key.replace("__", "."): x for key, x in (named | settings).items()}))
+    for key, value in json.loads(json.dumps(named | settings, default=os.fspath)).items():
+        set_value(sections, key.replace("__", "."), value)
     file = folder / "from_python.yaml"
     files[file] = dump_yaml(sections)
     parse_config(sections, str(file))  # a mistake is found before anything is written
@@ -171,9 +178,10 @@ def _named(function: Function, folder: Path, files: dict[Path, str]) -> str:
     """As a setting names it: by its module, or by the module in `folder` that is added to `files`."""
     if isinstance(function, str):
         return function
-    module = sys.modules.get(function.__module__)
-    if function.__module__ != "__main__" and getattr(module, function.__name__, None) is function:
+    if _is_importable(function):
         return f"python:{function.__module__}.{function.__name__}"
+    if not (inspect.isfunction(function) or inspect.isclass(function)):
+        raise UserError(f"{function}: expected a function, found a {type(function).__name__}; define one that calls it")
     if os.pathsep in str(folder):
         raise UserError(f"{folder}: Python finds no modules in directories with {os.pathsep!r}; choose another one")
     known: dict[str, str] = {}
@@ -182,6 +190,13 @@ def _named(function: Function, folder: Path, files: dict[Path, str]) -> str:
     name = f"{FUNCTIONS}_{function.__name__}"
     files[folder / f"{name}.py"] = "\n\n\n".join(lines) + "\n"
     return f"python:{name}.{function.__name__}"
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether another process can import it by its own name."""
+    module = getattr(value, "__module__", "__main__")
+    found = getattr(sys.modules.get(module), getattr(value, "__name__", ""), None)
+    return module != "__main__" and found is value
 
 
 def _copy_source(function: Any, known: dict[str, str]) -> None:
@@ -218,15 +233,15 @@ def _names(source: str) -> set[str]:
 def _definition(name: str, value: Any, known: dict[str, str]) -> str:
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
-    if callable(value) and getattr(value, "__module__", "__main__") != "__main__":
+    if _is_importable(value):
         return f"from {value.__module__} import {value.__name__} as {name}"
     if inspect.isfunction(value) or inspect.isclass(value):
         _copy_source(value, known)
         return known.pop(value.__name__)
     try:
-        if json.loads(json.dumps(value)) == value:
+        if ast.literal_eval(repr(value)) == value:
             return f"{name} = {value!r}"
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):
         pass
     raise UserError(f"{name} is a {type(value).__name__}, which cannot be copied; write the function into a module")
 

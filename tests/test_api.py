@@ -1,6 +1,9 @@
 """`import megatron_dapo as md`: train, evaluate, convert and read_run, with functions that no module has."""
 
+import functools
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -9,8 +12,10 @@ import pytest
 from tiny_run import environment
 
 import megatron_dapo as md
-from megatron_dapo.api import _named
+from megatron_dapo import api
+from megatron_dapo.api import _definition, _named
 from megatron_dapo.cli import DEMOS
+from megatron_dapo.config import load_config
 from megatron_dapo.errors import UserError
 
 NOTEBOOK = """
@@ -20,13 +25,13 @@ import megatron_dapo as md
 from megatron_dapo.api import _named
 from pathlib import Path
 
-LIMIT = {"least": 2}
+LIMIT, PAIR = {"least": 2}, {1: ({"a"}, None)}
 
 def even(text):
     return Fraction(len(text)) % LIMIT["least"] == 0
 
 def grade(prompt, response):
-    return even(response) and math.pi > 3
+    return even(response) and math.pi > 3 and PAIR[1] == ({"a"}, None)
 
 files = {}
 print(_named(grade, Path("."), files))
@@ -63,6 +68,61 @@ def test_functions_of_modules_are_named_and_lambdas_refused(tmp_path):
     for function in (lambda prompt, response: True, closure):
         with pytest.raises(UserError, match="expected a function that uses only global names"):
             _named(function, tmp_path, files)
+
+
+UNKNOWN = float("inf")
+FIND = re.compile("a").findall
+
+
+def test_values_that_cannot_be_copied_are_refused():
+    for name in ("UNKNOWN", "FIND"):
+        with pytest.raises(UserError, match=f"{name} is a .* which cannot be copied"):
+            _definition(name, globals()[name], {})
+    assert _definition("join", os.path.join, {}) == "from posixpath import join as join"
+
+
+class Grader:
+    def __call__(self, prompt, response):
+        return True
+
+
+@pytest.mark.parametrize("reward", [Grader(), Grader().__call__, functools.partial(helper, None)], ids=type)
+def test_a_reward_is_a_function_or_a_class(tmp_path, reward):
+    with pytest.raises(UserError, match=r"expected a function, found a .*; define one that calls it"):
+        _named(reward, tmp_path, {})
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that would have been run."""
+    found = []
+    monkeypatch.setattr(api, "_command", lambda *arguments, folder: found.append(arguments))
+    return found
+
+
+def test_settings_of_python_arrive_unchanged(tmp_path, commands):
+    texts = {"data__template": "{question}\n\nThink.\u2028\n", "data__system": "null"}
+    paths = {"evaluate.data.path": tmp_path / "a.jsonl", "policy__optimizer": {"lr": "1e-3"}, "trainer__steps": "7"}
+    run = md.train("model", [tmp_path / "😀.jsonl", "b.jsonl"], run_dir=tmp_path, dry_run=True, **texts, **paths)
+    config = load_config(tmp_path / "from_python.yaml")
+    assert run.path == tmp_path and commands == [("train", str(tmp_path / "from_python.yaml"), "--dry-run")]
+    assert (config.data.template, config.data.system) == tuple(texts.values())
+    assert [source.path for source in config.data.sources] == [str(tmp_path / "😀.jsonl"), "b.jsonl"]
+    assert config.evaluate.data.path == str(tmp_path / "a.jsonl")
+    assert (config.policy.optimizer.lr, config.trainer.steps) == (1e-3, 7)
+
+
+def test_the_run_directory_is_run_dir(tmp_path, commands, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert md.train("model", "a.jsonl", run_dir="~/run", dry_run=True).path == tmp_path / "run"
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "kind": "step", "metrics": {}}\n')
+    assert md.read_run("~/run").path == tmp_path / "run"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/results.json").write_text('{"samples": 1}')
+    assert md.evaluate("model", "a.jsonl", out="~/out") == {"samples": 1}
+    for key in ("trainer__run_dir", "trainer.run_dir"):
+        with pytest.raises(UserError, match=r"trainer\.run_dir: give it as run_dir="):
+            md.train("model", "a.jsonl", **{key: tmp_path / "other"})
 
 
 def test_a_function_is_not_copied_where_python_cannot_find_it(tmp_path, monkeypatch):

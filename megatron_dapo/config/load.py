@@ -106,34 +106,34 @@ def _joined(lines: Iterable[str]) -> list[str]:
 
 
 def apply_overrides(raw: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
+    """`a.b=c` sets raw["a"]["b"]. The value is read as YAML. A key that takes text takes it as written, unless it is
+    quoted, null, or a list for one of LISTS."""
     for item in items:
-        _apply_override(raw, item)
+        key, equals, text = (part.strip() for part in item.partition("="))
+        shown = f"--set {hide_secrets(item)!r}"
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"{shown}: expected section.key=value, for example --set policy.tensor_parallel=2")
+        takes_text = admits(annotation_of(key.split(".")), str)
+        is_text = takes_text and not QUOTED_OR_NULL.fullmatch(text) and not (key in LISTS and text.startswith("["))
+        try:
+            value = text if is_text else parse_yaml(text)
+        except YamlError as error:
+            if not takes_text:
+                raise ConfigError(f"{shown}: the value is not valid YAML: {error}") from None
+            value = text
+        set_value(raw, key, value)
     return raw
 
 
-def _apply_override(raw: dict[str, Any], item: str) -> None:
-    """`a.b=c` sets raw["a"]["b"]. The value is read as YAML. A key that takes text takes it as written, unless it is
-    quoted, null, or a list for one of LISTS."""
-    key, equals, text = item.partition("=")
-    item = hide_secrets(item)  # for messages
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"--set {item!r}: expected section.key=value, for example --set policy.tensor_parallel=2")
-    node = raw
-    for part in parts[:-1]:
-        if node.get(part) is None:
-            node[part] = {}
-        node = node[part]
-        if not isinstance(node, dict):
-            raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
-    text, takes_text = text.strip(), admits(annotation_of(parts), str)
-    is_text = takes_text and not QUOTED_OR_NULL.fullmatch(text) and not (key.strip() in LISTS and text.startswith("["))
-    try:
-        node[parts[-1]] = text if is_text else parse_yaml(text)
-    except YamlError as error:
-        if not takes_text:
-            raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
-        node[parts[-1]] = text
+def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        if raw.get(section) is None:
+            raw[section] = {}
+        raw = raw[section]
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{key}: {section!r} is a value, not a section")
+    raw[name] = value
 
 
 def as_settings(values: Mapping[str, Any]) -> list[str]:

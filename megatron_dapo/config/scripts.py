@@ -6,16 +6,18 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.base import ConfigError, YamlError, leaves, parse_yaml
 
-NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 HYDRA = re.compile(r"(?:\+{0,2}|~)([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 KEY = re.compile(rf"{FLAG.pattern}|{HYDRA.pattern}", re.DOTALL)
+REDIRECTION = re.compile(r"(?:\d*|&)[<>]+[&|]?(?:[ \t]|\\\n)*")
+FIELD = re.compile(r"(?:\$\(.*?\)|\$\{.*?\}|\S)+", re.DOTALL)  # of an unquoted expansion
 OPENING, CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 BETWEEN = ("then", "do", "else", "elif", "{", "}", "time", "exec", "nohup", "!")
 PAIRS = {"(": ")", "{": "}"}
@@ -120,12 +122,15 @@ def _read_shell(text: str) -> Script:
 
 
 def _start_of_arguments(words: list[str]) -> int:
-    """After the program: a Python file, `-m module`, or `trl grpo` and the like."""
-    for index in range(len(words) - 1, -1, -1):
-        before = words[index - 1] if index else ""
-        if words[index].endswith(".py") or before == "-m" or before in ("trl", "swift", "megatron"):
-            return index + 1
-    return 0
+    """After the program: a Python file, `-m module`, or `trl grpo` and the like. The last one counts, because a program
+    may start another; but a Python file after `--flag` is probably its value."""
+    start = 0
+    for index, (before, word) in enumerate(pairwise(["", *words]), start=1):
+        is_program = word.endswith(".py") or before in ("-m", "trl", "swift", "megatron")
+        may_be_value = FLAG.fullmatch(before) and "=" not in before
+        if is_program and not KEY.fullmatch(word) and not (start and may_be_value):
+            start = index
+    return start
 
 
 def _arguments(words: list[str]) -> Iterator[tuple[str, Any]]:
@@ -161,7 +166,7 @@ class _Shell:
     never run. Branches of `if` and `case` do not replace a value, only an empty one."""
 
     def __init__(self, text: str) -> None:
-        self.text = text.replace("\\\n", "  ")
+        self.text = text
         self.at = 0
         self.variables: dict[str, str] = {}
         self.arrays: dict[str, list[str]] = {}
@@ -173,11 +178,14 @@ class _Shell:
         words: list[str] = []
         while self.at < len(self.text):
             char = self.text[self.at]
-            if char in "\n;|&()":
+            if redirection := REDIRECTION.match(self.text, self.at):
+                self.at = redirection.end()
+                self._word()
+            elif char in "\n;|&()":
                 self.at += 1
                 self._end(words)
                 words = []
-            elif char in " \t<>":
+            elif char in " \t":
                 self.at += 1
             elif char == "#":
                 self._skip_line()
@@ -213,14 +221,14 @@ class _Shell:
         self.at = found.end()
         if self.text[self.at : self.at + 1] != "(":
             at_end = self.at >= len(self.text) or self.text[self.at] in " \t\n;"
-            self._assign(found[1], "" if at_end else " ".join(self._word()))
+            self._assign(found[1] + found[2], "" if at_end else " ".join(self._word(split=False)))
             return True
         self.at += 1
         items: list[str] = []
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self.text[self.at] == "#":
                 self._skip_line()
-            elif self.text[self.at] in " \t\n":
+            elif self.text[self.at] in " \t\n;|&(<>":
                 self.at += 1
             else:
                 items += self._word()
@@ -232,6 +240,9 @@ class _Shell:
         return True
 
     def _assign(self, name: str, value: str) -> None:
+        if name.endswith("+"):
+            name = name[:-1]
+            value = self.variables.get(name, "") + value
         if self.depth and self.variables.get(name):
             if self.variables[name] != value:
                 self.notes.append(f"{name} is also set to {value} under a condition; {self.variables[name]} was taken")
@@ -240,16 +251,16 @@ class _Shell:
                 self.notes.append(f"{name} is set to {value} only under a condition, which was taken as true")
             self.variables[name] = value
 
-    def _word(self) -> list[str]:
-        """One word, expanded: several where it is an array or an unquoted variable with spaces."""
+    def _word(self, split: bool = True) -> list[str]:
+        """One word, expanded: several where it is an array or, with `split`, an unquoted variable with spaces. A value
+        behind `key=` stays whole."""
         parts, fields = "", []
         while self.at < len(self.text) and self.text[self.at] not in " \t\n;|&()<>":
             char = self.text[self.at]
             if char == "'":
-                end = self.text.find("'", self.at + 1)
-                end = len(self.text) if end < 0 else end
-                parts += self.text[self.at + 1 : end]
-                self.at = end + 1
+                inner = self.text[self.at + 1 :].partition("'")[0]
+                parts += inner
+                self.at += len(inner) + 2
             elif char == '"':
                 end = _closing_quote(self.text, self.at + 1)
                 inner = self.text[self.at + 1 : end]
@@ -260,25 +271,19 @@ class _Shell:
                     parts += self._expand(inner)
                     fields += [""] if not inner and not parts else []
             elif char == "$":
-                end = _end_of_expansion(self.text, self.at)
-                inner = self.text[self.at : end]
-                self.at = end
-                if array := re.fullmatch(r"\$\{(\w+)(\[[@*]\])?\}", inner):
-                    fields += self.arrays.get(array[1], []) if array[2] or array[1] in self.arrays else []
-                    parts += "" if array[2] or array[1] in self.arrays else self._expand(inner)
+                inner = self.text[self.at : _end_of_expansion(self.text, self.at)]
+                self.at += len(inner)
+                array = re.fullmatch(r"\$\{(\w+)(\[[@*]\])?\}", inner)
+                if array and (array[2] or array[1] in self.arrays):
+                    fields += self.arrays.get(array[1], [])
+                elif split and "=" not in parts and '"' not in inner:
+                    *whole, last = FIELD.findall(f"{parts}{self._expand(inner)}\0")  # \0: the value may end in a space
+                    fields, parts = fields + whole, last[:-1]
                 else:
                     parts += self._expand(inner)
-                if (
-                    NAME.fullmatch(inner.strip("${}"))
-                    and " " in parts
-                    and "$(" not in parts
-                    and "=" not in parts.split()[0][1:]
-                ):
-                    *whole, parts = parts.split()
-                    fields += whole
             else:
                 step = 2 if char == "\\" else 1
-                parts += self.text[self.at : self.at + step].removeprefix("\\")
+                parts += self.text[self.at : self.at + step].removeprefix("\\").strip("\n")
                 self.at += step
         return [*fields, parts] if parts else fields
 
@@ -286,8 +291,8 @@ class _Shell:
         """Variables, defaults and arithmetic in a text; what cannot be computed stays as it is written."""
         found, at = "", 0
         while at < len(text):
-            if text[at] == "\\" and text[at + 1 : at + 2] in ('"', "$", "\\"):
-                found += text[at + 1]
+            if text[at] == "\\" and text[at + 1 : at + 2] in ('"', "$", "\\", "\n"):
+                found += text[at + 1].strip("\n")
                 at += 2
             elif text[at] == "$":
                 end = _end_of_expansion(text, at)

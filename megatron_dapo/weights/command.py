@@ -34,14 +34,14 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
         raise WeightsError(f"{error.filename or what}: {error.strerror or error}") from error
 
 
-def hf_to_megatron(source: str, destination: str, allow_nan: bool, **options: Any) -> int:
+def hf_to_megatron(source: str, destination: str, allow_nan: bool = False, **options: Any) -> int:
     with _bar("hf → megatron") as progress:
         report = convert.hf_to_megatron(source, destination, progress=progress, **options)
     return _finish(report, allow_nan)
 
 
-def megatron_to_hf(source: str, destination: str, allow_nan: bool, shard_size: float, **options: Any) -> int:
-    max_shard = int(shard_size * 1e9)
+def megatron_to_hf(source: str, destination: str, allow_nan: bool = False, **options: Any) -> int:
+    max_shard = int(options.pop("shard_size", 5) * 1e9)
     with _bar("megatron → hf") as progress:
         report = convert.megatron_to_hf(source, destination, max_shard=max_shard, progress=progress, **options)
     return _finish(report, allow_nan)

@@ -226,6 +226,31 @@ def test_files_are_read_without_being_executed(tmp_path, name, text, expected):
         assert any("N is also set to 16 under a condition" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("python -m main_ppo a.b=1 reward.path=/x/r.py c.d=2", {"a.b": 1, "reward.path": "/x/r.py", "c.d": 2}),
+        ("python train.py --lr 1 --rm-path x.py --kl 2", {"lr": 1, "rm_path": "x.py", "kl": 2}),
+        ("accelerate launch --multi_gpu grpo.py --lr 1 --rm-path x.py", {"lr": 1, "rm_path": "x.py"}),
+        ("python -m torch.distributed.run --nproc 8 t.py --backend megatron --lr 1", {"backend": "megatron", "lr": 1}),
+        ("python t.py --every 20 2>&1 | tee log", {"every": 20}),
+        ("python t.py --colocate > out.log 2>&1 &", {"colocate": True}),
+        ("python t.py --colocate &>> out.log --lr 1 < /dev/null", {"colocate": True, "lr": 1}),
+        ("X='--lr 1'\nX+=' --kl 2'\nexport X+=' --n 3'\npython t.py $X", {"lr": 1, "kl": 2, "n": 3}),
+        ("E='a.b=1 c.d=2'\npython t.py $E", {"a.b": 1, "c.d": 2}),
+        ("E=' a.b=1 '\nF=' c.d=2 '\nE+=$F\npython t.py ${E:-}e.f=3", {"a.b": 1, "c.d": 2, "e.f": 3}),
+        ("E='a.b=1 '\nF=c.d=2\npython t.py $E$F g.h='x y'", {"a.b": 1, "c.d": 2, "g.h": "x y"}),
+        ('E="a.b=$(wc -l hosts) c.d=2"\npython t.py $E', {"a.b": "$(wc -l hosts)", "c.d": 2}),
+        ("L='[1, 2]'\npython t.py a.b=$L", {"a.b": [1, 2]}),
+        ("X=1 # was 2 \\\nY=3\nA=(\n--lr $X\n# --n 1 \\\n--kl $Y)\npython t.py ${A[@]}", {"lr": 1, "kl": 3}),
+        ('python t.py \\\n  --lr 1\\\n  --text "a\\\nb" \\\n', {"lr": 1, "text": "ab"}),
+    ],
+)
+def test_words_are_those_of_bash(tmp_path, text, expected):
+    (tmp_path / "run.sh").write_text(text + "\n")
+    assert read_script(tmp_path / "run.sh").settings == expected
+
+
 def test_the_command_writes_a_configuration_that_names_everything(tmp_path, capsys):
     (tmp_path / "run.sh").write_text(SHELL)
     output = tmp_path / "run.yaml"

@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import megatron_dapo as md
 from megatron_dapo.cli import main
+from megatron_dapo.errors import UserError
 from megatron_dapo.weights import destination as destination_module
 from megatron_dapo.weights.convert import hf_to_megatron
+from megatron_dapo.weights.verify import verify
 
 
 def refused(capsys, *argv):
@@ -161,6 +164,11 @@ def test_nan_weights_are_warned_about_and_kept(copy_of, tmp_path, capsys):
     assert "distcp: tensor decoder.layers.mlp.linear_fc1.weight has values" in capsys.readouterr().err
     assert main(["convert", "verify", str(folder), str(tmp_path / "hf")]) == 0
     assert main(["convert", "hf-to-megatron", str(folder), str(tmp_path / "n"), "--allow-nan"]) == 0
+    for source, options in ((folder, {}), (tmp_path / "m", {"shard_size": 1})):
+        with pytest.raises(UserError, match="NaN or infinite values; allow_nan=True"):
+            md.convert(source, tmp_path / "python", overwrite=True, **options)
+        out = md.convert(source, tmp_path / "python", overwrite=True, allow_nan=True, **options)
+        assert out == tmp_path / "python" and verify(folder, out).same
 
 
 def test_overflow_in_a_dtype_change_is_warned_about(copy_of, tmp_path, capsys):
