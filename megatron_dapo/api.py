@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from megatron_dapo.config.base import dump_yaml, parse_yaml
 from megatron_dapo.config.load import load_config, parse_config, set_value
@@ -163,7 +163,8 @@ def _write(
     sections = load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
     files: dict[Path, str] = {}
     named = {key: _named(function, folder, files) for key, function in functions.items() if function is not None}
-    for key, value in json.loads(json.dumps(named | settings, default=os.fspath)).items():
+    plain = json.dumps(named | settings, default=lambda x: x.item() if hasattr(x, "item") else os.fspath(x))
+    for key, value in json.loads(plain).items():
         set_value(sections, key.replace("__", "."), value)
     file = folder / "from_python.yaml"
     files[file] = dump_yaml(sections)
@@ -235,6 +236,8 @@ def _definition(name: str, value: Any, known: dict[str, str]) -> str:
         return f"import {value.__name__} as {name}"
     if _is_importable(value):
         return f"from {value.__module__} import {value.__name__} as {name}"
+    if get_origin(value) is not None:  # a type such as list[int]
+        return f"import collections.abc, typing\n{name} = {value!r}"
     if inspect.isfunction(value) or inspect.isclass(value):
         _copy_source(value, known)
         return known.pop(value.__name__)

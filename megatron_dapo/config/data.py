@@ -84,7 +84,7 @@ class PromptFileConfig(Section):
 
 def file_stem(path: str) -> str:
     """Only the ending of a data file is cut: a dataset of the hub may have a dot in its name."""
-    return re.sub(r"\.(jsonl?|ndjson|[ct]sv|parquet|pq|gz)$", "", PurePath(path).name)
+    return re.sub(r"(?i)\.(jsonl?|ndjson|[ct]sv|parquet|pq|gz)$", "", PurePath(path).name)
 
 
 def file_label(path: str) -> str:

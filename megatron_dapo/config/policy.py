@@ -91,7 +91,9 @@ class OptimizerConfig(Section):
         "constant", description="Learning rate schedule after the warm-up."
     )
     warmup_steps: int = Field(10, ge=0, description="Rollout steps over which lr rises linearly from 0.")
-    decay_steps: int | None = Field(None, gt=0, description="Rollout steps with updates until min_lr; null: the run's.")
+    decay_steps: int | None = Field(
+        None, gt=0, description="Rollout steps until min_lr, without pre-training; null: all."
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's mean of the gradients.")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of Adam's mean of the squared gradients.")
     eps: float = Field(1e-8, gt=0, description="Added to Adam's denominator.")

@@ -211,7 +211,7 @@ class Config(Section):
         if self.algorithm.distillation.alone:  # it removes all other advantages, but the critic's are added later
             raise ConfigError("algorithm.distillation.alone needs an algorithm.advantage without a critic (group-std)")
         if self.rollout.servers.share_base:
-            raise ConfigError("rollout.servers.share_base does not work with a critic: set it to false")
+            raise ConfigError("rollout.servers.share_base needs a run with no critic: set it to false")
         if self.policy.tp_comm_overlap:
             raise ConfigError("policy.tp_comm_overlap has buffers for one model; the critic is a second: turn it off")
         if self.policy.precision == "bf16" and not self.policy.distributed_optimizer:

@@ -185,8 +185,8 @@ class _Shell:
                 self.at += 1
                 self._end(words)
                 words = []
-            elif char in " \t":
-                self.at += 1
+            elif char in " \t" or self.text.startswith("\\\n", self.at):
+                self.at += 1 + (char == "\\")
             elif char == "#":
                 self._skip_line()
             elif set(words) - {*BETWEEN} or not self._assignment():
@@ -228,8 +228,8 @@ class _Shell:
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self.text[self.at] == "#":
                 self._skip_line()
-            elif self.text[self.at] in " \t\n;|&(<>":
-                self.at += 1
+            elif self.text[self.at] in " \t\n;|&(<>" or self.text.startswith("\\\n", self.at):
+                self.at += 1 + (self.text[self.at] == "\\")
             else:
                 items += self._word()
         self.at += 1

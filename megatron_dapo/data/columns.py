@@ -56,7 +56,7 @@ def find_files(config: PromptFileConfig) -> list[Path]:
         if not found:
             raise DataError(f"data.path: no file matches {path!r}")
         return found
-    if HUB_ID.fullmatch(path) and not path.endswith((*PARQUET_ENDINGS, *TEXT_ENDINGS, ".gz")):
+    if HUB_ID.fullmatch(path) and not Path(path).suffix[1:].isalpha():  # .jsonl; AI-MO/NuminaMath-1.5 is a dataset
         return _of_split(*download(path), config)
     raise DataError(f"data.path: no file {path!r}" if path else "data.path is empty: name a jsonl or parquet file")
 

@@ -38,7 +38,7 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     rendezvous = Rendezvous.from_environment()
     in_job = rendezvous.world_size > 1
     ranks = rendezvous.world_size if in_job else planned_ranks(config) if dry_run else local_ranks(config)
-    if not in_job and not (dry_run and config.slurm.nodes > 1):
+    if not in_job and not dry_run:  # which may be for another machine
         place_servers(config, ranks)
     shape = check_run(config, ranks)
     changed = check_resume(config, shape)
@@ -94,14 +94,15 @@ def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | N
 
 def local_ranks(config: Config) -> int:
     """As configured; else one per GPU that the servers leave; without GPUs, as many as the layout needs."""
-    return config.trainer.ranks or max(gpu_count() - server_gpus(config), 0) or config.policy.model_ranks
+    needed = config.policy.model_ranks
+    return config.trainer.ranks or max(gpu_count() - server_gpus(config), 0) // needed * needed or needed
 
 
 def server_gpus(config: Config) -> int:
     """Of this machine, that its servers need for themselves."""
     servers = config.rollout.servers
     starts = config.rollout.engine == "sglang" and servers.device == "cuda" and not servers.urls
-    chosen = "--base-gpu-id" in servers.arguments
+    chosen = "CUDA_VISIBLE_DEVICES" in servers.environment or "--base-gpu-id" in " ".join(servers.arguments)
     return servers.count * servers.tensor_parallel if starts and servers.need_own_gpus and not chosen else 0
 
 
@@ -113,7 +114,8 @@ def place_servers(config: Config, ranks: int) -> None:
     if ranks + needed > gpus:
         raise ConfigError(
             f"the trainer has {ranks} ranks and the servers need {needed} GPUs of their own, but this machine has "
-            f"{gpus}: set rollout.servers.share_gpus to true (they use the GPUs alternately), or lower trainer.ranks"
+            f"{gpus}: set rollout.servers.share_gpus to true (they use the GPUs alternately), lower trainer.ranks, or "
+            "limit the servers with --mem-fraction-static in rollout.servers.arguments"
         )
     config.rollout.servers.demand(first_gpu=ranks)
 

@@ -89,7 +89,7 @@ def _engine(task: Task, config: Config) -> tuple[float, RolloutConfig, EnginePla
     found = []
     for running in MAX_RUNNING:
         servers = config.rollout.servers.model_copy(update={"max_running": running})
-        rollout = config.rollout.model_copy(update={"servers": servers})
+        rollout = config.rollout.model_copy(update={"servers": servers, "engine": "sglang"})
         planner = Planner(config.model_copy(update={"rollout": rollout}), task)
         engines = map(planner.engine, planner.engine_sizes())
         found += [(seconds, rollout, engine) for engine, seconds in engines if engine.fits]

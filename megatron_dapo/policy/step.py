@@ -85,6 +85,13 @@ class MismatchError(UpdateRefused):
     """The engine's log-probs are not those of its weights."""
 
 
+def steps_with_updates(config: Config, is_critic: bool) -> int:
+    """Steps of a run that update the critic, or the policy: at most these, if explained_variance ends pre-training."""
+    pretraining = config.critic.pretraining
+    fixed = not is_critic and reads_values(config.algorithm) and pretraining.explained_variance is None
+    return max(1, config.trainer.steps - (pretraining.steps if fixed else 0))
+
+
 class UpdateStep:
     """Runs mini-batches through the model chunks of this rank, and counts the updates."""
 
@@ -106,8 +113,7 @@ class UpdateStep:
         self.updates = 0
         is_critic = shape.head == "value"
         self.updates_per_step = config.trainer.updates_per_step * (config.critic.epochs if is_critic else 1)
-        pretraining = 0 if is_critic or not reads_values(config.algorithm) else config.critic.pretraining.steps
-        self.total_steps = max(1, config.trainer.steps - pretraining)  # that update this model
+        self.total_steps = steps_with_updates(config, is_critic)
         self.loss: PolicyLoss | ValueLoss = ValueLoss(config.critic.clip) if is_critic else PolicyLoss(config.algorithm)
         self._read_output: ReadOutput = from_value_head if is_critic else from_head
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())

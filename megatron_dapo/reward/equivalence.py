@@ -58,9 +58,9 @@ _LETTER = re.compile(r"(?:\\text\s?\{)?\(?([A-Za-z])\)?\}?")
 _NUMBERS_IN_A_ROW = re.compile(r"\d(?:\s|\\[,;: ]|\\quad)+\d")
 _ASSIGNMENT = re.compile(r"\\?[A-Za-z][A-Za-z_0-9{}()]{0,20}\s*=\s*")
 _SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
-_ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?")
-# The half of the day, or the base of a number.
-_MARK = re.compile(r"[\d:.,~\\\s]+(?:(?:text|mathrm)\s?\{)?\s?([ap])\.?m\b[^-+*/^]*|[^_]*_\{?(\d+)\}?")
+_ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?(?:[eE][+-]?\d{1,3})?")
+_TIME_OF_DAY = re.compile(r"[\d:.,~\\\s]+(?:(?:text|mathrm)\s?\{)?\s?([ap])\.?m\b[^-+*/^]*")
+_IN_BASE = re.compile(r"(?:\w+\s*=\s*)?[\da-f.]+_\{?(\d+)\}?")  # 101_2
 LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
@@ -80,9 +80,9 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
         return False, f"nested deeper than {MAX_DEPTH} levels"
     if is_words(reference):
         return False, "different words"
-    marks = [mark[1] or mark[2] for text in (reference, answer) if (mark := _MARK.fullmatch(text.lower()))]
-    if len(set(marks)) > 1:
-        return False, "different subscript or half of the day"
+    for pattern, reason in ((_TIME_OF_DAY, "am is not pm"), (_IN_BASE, "different base")):
+        if len({match[1] for text in (reference, answer) if (match := pattern.fullmatch(text.lower()))}) > 1:
+            return False, reason
     expected, found = number(reference), number(answer)
     if expected is not None and found is not None:
         if expected == found:
@@ -172,7 +172,7 @@ def last_number_matches(reference: str, response: str) -> bool | None:
     expected = number(reference)
     if expected is None:
         return None
-    numbers = _ANY_NUMBER.findall(response[-LENIENT_WINDOW:])
+    numbers = _ANY_NUMBER.findall(_TIMES_TEN.sub(r"e\1", response[-LENIENT_WINDOW:]))
     return bool(numbers) and number(numbers[-1]) == expected
 
 

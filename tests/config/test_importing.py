@@ -243,6 +243,9 @@ def test_files_are_read_without_being_executed(tmp_path, name, text, expected):
         ('E="a.b=$(wc -l hosts) c.d=2"\npython t.py $E', {"a.b": "$(wc -l hosts)", "c.d": 2}),
         ("L='[1, 2]'\npython t.py a.b=$L", {"a.b": [1, 2]}),
         ("X=1 # was 2 \\\nY=3\nA=(\n--lr $X\n# --n 1 \\\n--kl $Y)\npython t.py ${A[@]}", {"lr": 1, "kl": 3}),
+        ("python t.py a.b=1 \\\n# c.d=2 \\\n e.f=3", {"a.b": 1}),
+        ("A=(--lr 1 \\\n#--kl 2\n)\npython t.py ${A[@]} \\\n# --n 2", {"lr": 1}),
+        ("X=1 && \\\nY=2\npython t.py --y $Y", {"y": 2}),
         ('python t.py \\\n  --lr 1\\\n  --text "a\\\nb" \\\n', {"lr": 1, "text": "ab"}),
     ],
 )

@@ -7,10 +7,11 @@ from megatron_dapo.engines.sglang.server_process import sglang_command
 from megatron_dapo.launch import local
 
 
-def placed(monkeypatch, gpus, ranks=None, **servers):
+def placed(monkeypatch, gpus, ranks=None, policy=None, **servers):
     """Ranks of the trainer, and the first GPU of each server."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
-    config = parse_config({"rollout": {"engine": "sglang", "servers": servers}, "trainer": {"ranks": ranks}})
+    rollout = {"engine": "sglang", "servers": servers}
+    config = parse_config({"rollout": rollout, "trainer": {"ranks": ranks}, "policy": policy or {}})
     ranks = local.local_ranks(config)
     local.place_servers(config, ranks)
     commands = [sglang_command("model", config.rollout.servers, i, 1)[0] for i in range(config.rollout.servers.count)]
@@ -20,11 +21,17 @@ def placed(monkeypatch, gpus, ranks=None, **servers):
 def test_servers_of_their_own_gpus_come_after_the_trainers(monkeypatch):
     assert placed(monkeypatch, 8, ranks=4, count=2, tensor_parallel=2) == (4, [4, 6])
     assert placed(monkeypatch, 8, count=2) == (6, [6, 7])
+    assert placed(monkeypatch, 8, count=2, policy={"tensor_parallel": 4}) == (4, [4, 5])
 
 
 @pytest.mark.parametrize(
     "servers",
-    [{"share_gpus": True}, {"arguments": ["--mem-fraction-static", "0.4"]}, {"arguments": ["--base-gpu-id", "3"]}],
+    [
+        {"share_gpus": True},
+        {"arguments": ["--mem-fraction-static", "0.4"]},
+        {"arguments": ["--base-gpu-id=3"]},
+        {"environment": {"CUDA_VISIBLE_DEVICES": "4,5"}},
+    ],
 )
 def test_servers_that_share_or_are_placed_by_hand_leave_all_gpus_to_the_trainer(monkeypatch, servers):
     assert placed(monkeypatch, 8, count=2, **servers) == (8, [0, 1])

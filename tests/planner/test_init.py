@@ -17,7 +17,11 @@ PLANNING = Path(__file__).resolve().parents[2] / "docs/planning.md"
 @pytest.mark.parametrize(
     ("model", "gpus", "expected"),
     [
-        ("Qwen2.5-1.5B", 1, {"rollout.servers.count": 1, "algorithm.overlong.penalty": "soft"}),
+        (
+            "Qwen2.5-1.5B",
+            1,
+            {"rollout.servers.count": 1, "slurm.gpus_per_node": 1, "algorithm.overlong.penalty": "soft"},
+        ),
         ("Qwen2.5-7B", 8, {"slurm.nodes": 1, "slurm.gpus_per_node": 8, "rollout.servers.share_gpus": True}),
         ("Qwen2.5-7B", 16, {"slurm.nodes": 2, "trainer.prompts_per_step": 512, "algorithm.overlong.penalty": "soft"}),
         ("Qwen2.5-0.5B", 0, {"rollout.engine": "embedded", "policy.precision": "fp32"}),

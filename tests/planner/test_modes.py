@@ -22,6 +22,11 @@ def command(tmp_path):
     return ["plan", str(tmp_path / "run.yaml"), "--gpus", "4", "--compare", "--top", "50"]
 
 
+def test_without_servers_those_of_sglang_are_compared(command, capsys):
+    assert main([*command, "--json", "--set", "rollout.engine=embedded"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 7
+
+
 @pytest.mark.parametrize("advantage", ["group-std", "gae"])
 def test_every_division_is_ranked(advantage, command, capsys):
     """With a critic, too, whose updates are made while engines with GPUs of their own generate the next batch."""

@@ -320,6 +320,7 @@ EQUAL = [
     ("25", "5²"), ("12 cm²", "12"), ("300", "3e2"),
     # The half of the day and the base of a number may be left out.
     ("5 pm", "5 PM"), ("5 pm", "5 p.m."), ("5 am", "5"), ("5", "5 am"), ("5 pm", r"5 \text{ p.m.}"),
+    (r"\log_49", r"\log_23"),
     ("101_2", "101_{2}"), ("101_2", "101"), ("101", "101_2"), ("1A_{16}", r"1A_{16}"), ("101_2", "x = 101_2"),
 ]  # fmt: skip
 DIFFERENT = [

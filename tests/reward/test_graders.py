@@ -198,6 +198,9 @@ def test_unknown_graders_are_refused_early(user_module):
         ("5", "10-5", True),
         ("-5", "the change is -5.", True),
         ("blue", "blue 5", None),
+        ("2e3", "the answer is 2e3", True),
+        (r"3 \times 10^8", r"so $c = 3 \times 10^{8}$ m/s", True),
+        ("3e8", "3 * 10^7", False),
     ],
 )
 def test_the_lenient_score_compares_the_last_number(reference, response, expected):

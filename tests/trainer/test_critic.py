@@ -20,7 +20,7 @@ from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.errors import EngineError
-from megatron_dapo.policy.step import NonFiniteError
+from megatron_dapo.policy.step import NonFiniteError, steps_with_updates
 from megatron_dapo.trainer.loop import Trainer
 from megatron_dapo.trainer.preflight import check_setup
 from megatron_dapo.weights.verify import verify
@@ -215,6 +215,15 @@ def test_the_policys_learning_rate_decays_over_the_steps_that_train_it(straight,
     for model, updates in (("policy", 4), ("critic", 8)):
         state = torch.load(tmp_path / "checkpoints" / "step_4" / model / "common.pt", weights_only=False)
         assert state["opt_param_scheduler"]["lr_decay_steps"] == updates, "Megatron-LM would go on in another schedule"
+
+
+def test_a_pretraining_that_may_end_earlier_does_not_shorten_the_schedule():
+    """The rate would be min_lr for the rest of the run."""
+    algorithm, pretraining = {"preset": "vapo"}, {"steps": 50}
+    raw = {"algorithm": algorithm, "critic": {"pretraining": pretraining}, "trainer": {"steps": 100}}
+    assert [steps_with_updates(parse_config(raw), critic) for critic in (False, True)] == [50, 100]
+    pretraining["explained_variance"] = 0.5
+    assert steps_with_updates(parse_config(raw), False) == 100
 
 
 def test_a_run_may_start_from_the_critic_of_another(straight, tmp_path):

@@ -136,6 +136,8 @@ def read_archive(view: memoryview) -> ArchivedTensor:
 
 def open_archive(view: memoryview) -> dict[str, tuple[int, int]]:
     """Record name (without the archive's own name) → (offset, size) of its bytes."""
+    if bytes(view[-_END.size :][:4]) != b"PK\5\6" or bytes(view[:4]) != b"PK\3\4":
+        raise BadArchive("does not begin and end like a zip archive (truncated?)")
     try:
         records = zipfile.ZipFile(_Stream(view)).infolist()
         if any(record.compress_type for record in records):
