@@ -82,9 +82,13 @@ class PromptFileConfig(Section):
         return self
 
 
+def has_file_ending(path: str) -> bool:
+    """As `aime.jsonl` has; a dataset of the hub may have a dot in its name, as AI-MO/NuminaMath-1.5."""
+    return PurePath(path).suffix[1:].isalpha()
+
+
 def file_stem(path: str) -> str:
-    """Only the ending of a data file is cut: a dataset of the hub may have a dot in its name."""
-    return re.sub(r"(?i)\.(jsonl?|ndjson|[ct]sv|parquet|pq|gz)$", "", PurePath(path).name)
+    return PurePath(path).stem if has_file_ending(path) else PurePath(path).name
 
 
 def file_label(path: str) -> str:

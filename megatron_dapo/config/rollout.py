@@ -130,7 +130,7 @@ class ServerConfig(Section):
     def need_own_gpus(self) -> bool:
         """They neither take turns with the trainer nor leave it memory: SGLang takes nearly all of a GPU."""
         limited = any(argument.startswith("--mem-fraction-static") for argument in self.arguments)
-        return not (self.share_gpus or self.share_base or limited)
+        return not self.share_gpus and not limited
 
     @property
     def demands(self) -> ServerDemands:

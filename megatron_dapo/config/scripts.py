@@ -16,7 +16,8 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 HYDRA = re.compile(r"(?:\+{0,2}|~)([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 KEY = re.compile(rf"{FLAG.pattern}|{HYDRA.pattern}", re.DOTALL)
-REDIRECTION = re.compile(r"(?:\d*|&)[<>]+[&|]?(?:[ \t]|\\\n)*")
+BLANK = re.compile(r"(?:[ \t]|\\\n)+")
+REDIRECTION = re.compile(rf"(?:\d*|&)[<>]+[&|]?(?:{BLANK.pattern})?")
 FIELD = re.compile(r"(?:\$\(.*?\)|\$\{.*?\}|\S)+", re.DOTALL)  # of an unquoted expansion
 OPENING, CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 BETWEEN = ("then", "do", "else", "elif", "{", "}", "time", "exec", "nohup", "!")
@@ -185,8 +186,8 @@ class _Shell:
                 self.at += 1
                 self._end(words)
                 words = []
-            elif char in " \t" or self.text.startswith("\\\n", self.at):
-                self.at += 1 + (char == "\\")
+            elif blank := BLANK.match(self.text, self.at):
+                self.at = blank.end()
             elif char == "#":
                 self._skip_line()
             elif set(words) - {*BETWEEN} or not self._assignment():
@@ -228,8 +229,10 @@ class _Shell:
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self.text[self.at] == "#":
                 self._skip_line()
-            elif self.text[self.at] in " \t\n;|&(<>" or self.text.startswith("\\\n", self.at):
-                self.at += 1 + (self.text[self.at] == "\\")
+            elif blank := BLANK.match(self.text, self.at):
+                self.at = blank.end()
+            elif self.text[self.at] in "\n;|&(<>":
+                self.at += 1
             else:
                 items += self._word()
         self.at += 1

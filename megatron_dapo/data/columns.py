@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.config.data import PromptFileConfig
+from megatron_dapo.config.data import PromptFileConfig, has_file_ending
 from megatron_dapo.config.load import HUB_ID, fetch
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ def find_files(config: PromptFileConfig) -> list[Path]:
         if not found:
             raise DataError(f"data.path: no file matches {path!r}")
         return found
-    if HUB_ID.fullmatch(path) and not Path(path).suffix[1:].isalpha():  # .jsonl; AI-MO/NuminaMath-1.5 is a dataset
+    if HUB_ID.fullmatch(path) and not has_file_ending(path):
         return _of_split(*download(path), config)
     raise DataError(f"data.path: no file {path!r}" if path else "data.path is empty: name a jsonl or parquet file")
 

@@ -94,8 +94,10 @@ def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | N
 
 def local_ranks(config: Config) -> int:
     """As configured; else one per GPU that the servers leave; without GPUs, as many as the layout needs."""
-    needed = config.policy.model_ranks
-    return config.trainer.ranks or max(gpu_count() - server_gpus(config), 0) // needed * needed or needed
+    if config.trainer.ranks:
+        return config.trainer.ranks
+    needed, gpus, taken = config.policy.model_ranks, gpu_count(), server_gpus(config)
+    return (max(gpus - taken, 0) // needed * needed if taken else gpus) or needed
 
 
 def server_gpus(config: Config) -> int:
@@ -103,13 +105,14 @@ def server_gpus(config: Config) -> int:
     servers = config.rollout.servers
     starts = config.rollout.engine == "sglang" and servers.device == "cuda" and not servers.urls
     chosen = "CUDA_VISIBLE_DEVICES" in servers.environment or "--base-gpu-id" in " ".join(servers.arguments)
-    return servers.count * servers.tensor_parallel if starts and servers.need_own_gpus and not chosen else 0
+    own = starts and servers.need_own_gpus and not servers.share_base and not chosen
+    return servers.count * servers.tensor_parallel if own else 0
 
 
 def place_servers(config: Config, ranks: int) -> None:
     """Behind the trainer's GPUs, if they need their own."""
-    needed, gpus = server_gpus(config), gpu_count()
-    if not needed or not gpus:
+    needed = server_gpus(config)
+    if not needed or not (gpus := gpu_count()):
         return
     if ranks + needed > gpus:
         raise ConfigError(

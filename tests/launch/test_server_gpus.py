@@ -37,6 +37,11 @@ def test_servers_that_share_or_are_placed_by_hand_leave_all_gpus_to_the_trainer(
     assert placed(monkeypatch, 8, count=2, **servers) == (8, [0, 1])
 
 
+def test_a_layout_that_does_not_fit_the_gpus_is_left_to_the_check_of_the_layout(monkeypatch):
+    shared = {"share_gpus": True, "policy": {"tensor_parallel": 8}}
+    assert placed(monkeypatch, 4, **shared)[0] == 4 and placed(monkeypatch, 12, **shared)[0] == 12
+
+
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, None), (8, 7)])
 def test_too_few_gpus_are_refused(monkeypatch, gpus, ranks):
     with pytest.raises(ConfigError, match=f"this machine has {gpus}: set rollout.servers.share_gpus to true"):
