@@ -352,6 +352,37 @@ def test_an_interrupted_conversation_loses_nothing(resume, reload):
     assert cut.metrics["rollout/samples_trained"] == 16
 
 
+def test_a_function_interrupted_inside_a_task_group_loses_nothing():
+    async def in_a_task_group(prompt, conversation, settings):
+        async with asyncio.TaskGroup() as tasks:
+            rollout_task = tasks.create_task(guess_until_even(prompt, conversation, settings))
+            tasks.create_task(asyncio.sleep(0.05))
+        return rollout_task.result()
+
+    config = rollout(samples=3, longest=80, oversampling=3.0, order="completion", unfinished="continue")
+    more = {"function": function_of(in_a_task_group), "engine": lambda: ConversationEngine(slots=30)}
+    batches, *_ = collect(config, steps=4, **more)
+    assert all(batch.metrics.get("rollout/groups_failed", 0) == 0 for batch in batches)
+    assert any(batch.metrics["rollout/interrupted_share"] for batch in batches)
+    for batch in batches:
+        for group in batch.groups:
+            assert_expected(group)
+
+
+def test_a_function_may_not_return_while_a_turn_is_generated():
+    async def hasty(prompt, conversation, settings):
+        await conversation.generate(max_tokens=2)
+        if prompt.id == "p1":
+            tasks.append(asyncio.ensure_future(conversation.generate(max_tokens=50)))
+            await asyncio.sleep(0)
+        return Grade(conversation.samples[0].index == 0, 1.0)
+
+    tasks = []
+    config = rollout(samples=2, longest=80)
+    (batch,), *_ = collect(config, engine=ConversationEngine, function=function_of(hasty))
+    assert tasks and batch.metrics["rollout/groups_failed"] == 1 and "p1" not in {g.prompt.id for g in batch.groups}
+
+
 def test_partial_conversations_are_carried_over_to_the_next_step():
     config = rollout(samples=3, longest=80, oversampling=3.0, order="completion", unfinished="continue")
     batches, *_ = collect(

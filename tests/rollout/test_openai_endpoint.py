@@ -11,7 +11,7 @@ from scripted_conversation import TURN_END, chat, conversation_of, encode
 
 from megatron_dapo.rollout.agents.conversation import RolloutInterrupted
 from megatron_dapo.rollout.agents.functions import close_shared
-from megatron_dapo.rollout.agents.openai_endpoint import openai_endpoint
+from megatron_dapo.rollout.agents.openai_endpoint import BadRequest, openai_endpoint
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -160,6 +160,34 @@ def test_a_malformed_request_fails_alone_and_changes_nothing(bad, monkeypatch):
     (sample,) = conversation.samples
     between = encode("\n") + chat(("user", "b"))
     assert last == "c" and sample.response_tokens.tolist() == encode("a<|im_end|>") + between + encode("c<|im_end|>")
+
+
+def test_a_turn_whose_client_gave_up_is_part_of_the_rollout_and_no_turn_begins_after_it():
+    """The agent goes away while its first request is answered and the second waits."""
+
+    async def main():
+        conversation, started = conversation_of(["a", "b"]), asyncio.Event()
+        extend = conversation._extend
+
+        async def slowly(sample, request):
+            started.set()
+            await asyncio.sleep(0.05)
+            return await extend(sample, request)
+
+        conversation._extend = slowly
+        try:
+            async with openai_endpoint(conversation) as endpoint:
+                requests = [asyncio.ensure_future(endpoint.complete({"messages": [user("hi")]})) for _ in range(2)]
+                await started.wait()
+            assert conversation.turns == 1 and not conversation.generating
+            return conversation, await asyncio.gather(*requests, return_exceptions=True)
+        finally:
+            await close_shared()
+
+    conversation, (first, second) = asyncio.run(main())
+    assert first["choices"][0]["message"]["content"] == "a"
+    assert isinstance(second, BadRequest) and "has ended" in str(second)
+    assert conversation.samples[0].response_tokens.tolist() == encode("a<|im_end|>")
 
 
 def test_an_interrupted_rollout_ends_its_function_whatever_the_agent_does():

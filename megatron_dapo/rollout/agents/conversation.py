@@ -203,6 +203,8 @@ class Conversation:
         """The function has returned: its last turn decides how all samples of the rollout ended."""
         if self.replaying:
             raise ReplayMismatch
+        if self.generating:
+            raise UserError("it returned while a turn was being generated")
         if not self._generated or any(not sample.length for sample in self.samples):
             raise UserError("it returned without generating a turn")
         part, index = self._generated[-1]

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.plugins import load_function
-from megatron_dapo.rollout.agents.conversation import Conversation
+from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
 from megatron_dapo.types import Grade, Prompt
 
 Resume = Literal["turn", "restart"]
@@ -72,6 +72,11 @@ class RolloutFunction:
             raise RolloutFunctionError(
                 f"rollout.generate: {self.name} raised {type(error).__name__}{where} on prompt {prompt.id!r}: {error}"
             ) from error
+        except BaseExceptionGroup as group:  # interrupted inside a task group
+            for kind in (RolloutInterrupted, ReplayMismatch):
+                if group.subgroup(kind):
+                    raise kind from None
+            raise
         if returned is not None and not isinstance(returned, Grade):
             raise UserError(
                 f"rollout.generate: {self.name} must return a Grade or None, but returned {returned!r} on prompt "

@@ -52,11 +52,14 @@ class Rollout:
     tools: list[Any] = field(default_factory=list)
     requests: int = 0
     failure: BaseException | None = None
+    ended: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to one request."""
         async with self.lock:  # a conversation generates one turn at a time
+            if self.ended:
+                raise BadRequest("the rollout has ended")
             messages, limit, stops = self._take(body)
             turn = await self.conversation.generate(max_tokens=limit, stop=stops)
             message, reason = _message(turn, stops, bool(self.tools), self.requests)
@@ -218,6 +221,7 @@ class OpenAIServer:
 
     def end(self, rollout: Rollout) -> None:
         """Later requests of the rollout are refused: its agent may run on in a thread."""
+        rollout.ended = True
         self._rollouts.pop(rollout.api_key, None)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -284,5 +288,7 @@ async def openai_endpoint(conversation: Conversation) -> AsyncIterator[Rollout]:
         raise
     finally:
         server.end(rollout)
+    async with rollout.lock:  # the turn of a request that its client gave up is part of the rollout
+        pass
     if rollout.failure is not None:
         raise rollout.failure
