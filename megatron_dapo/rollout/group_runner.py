@@ -49,6 +49,7 @@ class GroupRunner:
         self._config = config
         self._request_ids: dict[int, set[str]] = {}  # in the engine, by the group's serial
         self._conversations: dict[asyncio.Task[Grade | None], tuple[PendingGroup, Conversation]] = {}
+        self._grading: set[asyncio.Future[Grade]] = set()
         self.requests = 0  # rollouts that need the engine: not complete, and not waiting for a tool between two turns
 
     @property
@@ -71,6 +72,11 @@ class GroupRunner:
         """May be called again: a rollout function is cancelled while it does not generate."""
         self._generation.stopping = True
         self._cancel_functions(lambda pending: True)
+
+    def stop_grading(self) -> None:
+        """Samples whose grades are not there yet stay ungraded; the next step grades them."""
+        for grading in self._grading:
+            grading.cancel()
 
     def _cancel_functions(self, ended: Callable[[PendingGroup], object]) -> None:
         for task, (pending, conversation) in self._conversations.items():
@@ -112,8 +118,8 @@ class GroupRunner:
             load.set(False)
         if not complete:
             return
-        if grade is None:
-            grade = await self._grade(pending.group.prompt, samples[-1])
+        if grade is None and (grade := await self._graded(pending.group.prompt, samples[-1])) is None:
+            return
         given, grade = grade, grade.checked()
         if conversation is not None:
             grade = with_rewards(grade, conversation)
@@ -126,6 +132,19 @@ class GroupRunner:
         if not pending.finished and pending.rejected:
             self._cancel_functions(lambda other: other is pending)
             await asyncio.gather(*(self._engine.abort(name) for name in self._request_ids[pending.serial]))
+
+    async def _graded(self, prompt: Prompt, sample: Sample) -> Grade | None:
+        """None after `stop_grading`."""
+        grading = asyncio.ensure_future(self._grade(prompt, sample))
+        self._grading.add(grading)
+        try:
+            return await grading
+        except asyncio.CancelledError:
+            if self._generation.stopping:
+                return None
+            raise
+        finally:
+            self._grading.discard(grading)
 
     async def _generate(self, pending: PendingGroup, sample: Sample) -> bool:
         """Whether the response is complete."""
@@ -214,6 +233,7 @@ def _name(pending: PendingGroup, sample: Sample) -> str:
 
 ABORT_REPEAT = 1.0  # seconds between two aborts: a request may have reached the engine after the first
 ABORT_TIMEOUT = 120.0
+GRADING_TIMEOUT = 5.0  # seconds that grades have after an abort: their step, or a run that ends, waits for them
 
 
 class RunningGroups:
@@ -264,10 +284,12 @@ class RunningGroups:
         """Aborts all requests and waits until every group has ended; returns them."""
         ended = self._take_ended()
         clock = asyncio.get_running_loop().time
-        deadline = clock() + ABORT_TIMEOUT
+        began = clock()
         self._runner.stop()
         while self._tasks:
-            if clock() > deadline:
+            if clock() > began + GRADING_TIMEOUT:
+                self._runner.stop_grading()
+            if clock() > began + ABORT_TIMEOUT:
                 raise EngineError(
                     f"step {self._step}: {len(self._tasks)} groups did not end within {ABORT_TIMEOUT:.0f} s after "
                     "their requests were aborted"
