@@ -123,7 +123,7 @@ class InstantServer(SGLangClient):
         self, request_id: str, prompt: Any, params: SamplingParams, adapter: str | None = None
     ) -> Completion:
         await asyncio.sleep(0)
-        return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, "", [WeightSpan(0, 0, 1)])
+        return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, [WeightSpan(0, 0, 1)])
 
 
 async def driver_seconds(count: int, samples: int) -> float:

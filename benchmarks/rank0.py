@@ -112,7 +112,7 @@ class SpreadEngine:
 
     async def generate(self, request_id: str, prompt: Any, params: SamplingParams) -> Completion:
         await asyncio.sleep(random.random() * self._seconds)
-        return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, "", [WeightSpan(0, 0, 1)])
+        return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, [WeightSpan(0, 0, 1)])
 
 
 async def sampler_alone(groups: int) -> float:

@@ -114,6 +114,7 @@ OVERRIDES = [
 VALUES = [
     setting("trainer.steps", "many", "trainer.steps"),
     setting("rollout.stop_token_ids", [10**6], "vocabulary"),
+    setting("evaluate.stop_token_ids", [3, 10**6], "vocabulary"),
     setting("rollout.group_filter", "nonsense", "rollout.group_filter"),
     setting("rollout.samples_per_prompt", 1, "use 2 or more"),
     setting("policy.moe_aux_loss_coefficient", 0.1, "no experts"),

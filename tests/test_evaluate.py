@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from conversation_engine import END, TOKENIZER
 from rich.console import Console
 
 from megatron_dapo.config import ConfigError, parse_config
@@ -13,7 +14,7 @@ from megatron_dapo.config.data import EvalConfig, RewardConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluation import EvaluationError, ProblemResult, Response, evaluate_sets, majority, summarise
-from megatron_dapo.reward import RewardPool
+from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
 
 
@@ -37,23 +38,24 @@ class KnownEngine:
         await asyncio.sleep(0.001 * (len(self.requests) % 3))  # finish out of order
         self.in_flight -= 1
         i, j = int(prompt[0]), int(request_id.rsplit("-", 1)[1])
-        text = f"Answer: {100 + i}" if j < self.right[i] else f"Answer: {1 + j % 2}"
-        tokens = as_tokens(range(10 + j))
+        text = f"Answer: {100 + i}" if j < self.right[i] else f"Answer: {1 + j % 2}  "
+        tokens = as_tokens(TOKENIZER.encode(text, add_special_tokens=False) + [END] * j)  # 11 + j
         reason = FinishReason.LENGTH if j < self.truncated else FinishReason.STOP
-        return Completion(tokens, as_logprobs([0.0] * len(tokens)), reason, text)
+        return Completion(tokens, as_logprobs([0.0] * len(tokens)), reason)
 
     async def abort(self, request_id=None):
         pass
 
 
-async def evaluate(engine, prompts, pool, config, seed, progress=None):
-    return (await evaluate_sets(engine, {"": prompts}, pool, config, seed, progress)).results[""]
+async def evaluate(engine, prompts, graders, config, seed, progress=None):
+    return (await evaluate_sets(engine, {"": prompts}, graders, config, seed, progress)).results[""]
 
 
 def run(engine, count, config, seed=0, **more):
     async def main():
-        async with RewardPool(RewardConfig(grader="math")) as pool:
-            return await evaluate(engine, [problem(i) for i in range(count)], pool, config, seed, **more)
+        responses = ResponseGrader(RewardConfig(grader="math"), TOKENIZER)
+        async with responses.graders:
+            return await evaluate(engine, [problem(i) for i in range(count)], responses, config, seed, **more)
 
     return asyncio.run(main())
 
@@ -66,7 +68,7 @@ def test_avg_at_32_of_a_deterministic_engine_is_exact():
     engine = KnownEngine(right, truncated=4)
     result = run(engine, 6, CONFIG)
     assert result.avg == sum(right) / (6 * 32) == 77 / 192
-    assert result.mean_tokens == 10 + 31 / 2
+    assert result.mean_tokens == 11 + 31 / 2
     assert result.truncation_rate == 4 / 32
     assert result.pass_at[1] == pytest.approx(result.avg, abs=1e-12)
     assert result.pass_at[32] == 5 / 6
@@ -91,26 +93,20 @@ def test_the_seed_of_a_response_depends_only_on_run_problem_and_index():
 
 def test_the_configured_sampling_reaches_the_engine():
     sections = {
-        "rollout": {"max_response_tokens": 99, "stop": ["\n\n"]},
+        "rollout": {"max_response_tokens": 99, "stop": ["\n\n"], "stop_token_ids": [5, 7]},
         "evaluate": {"samples": 3, "top_p": 0.7, "concurrency": 2},
     }
     config = parse_config(sections).resolved_evaluate
     engine, seen = KnownEngine([1, 1]), []
     run(engine, 2, config, progress=lambda done, total: seen.append((done, total)))
     params = engine.requests["eval-p0-0"]
-    assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k, params.stop) == (
-        99,
-        1.0,
-        0.7,
-        -1,
-        ("\n\n",),
-    )
+    assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k) == (99, 1.0, 0.7, -1)
+    assert (params.stop, params.stop_token_ids) == (("\n\n",), (5, 7))
     assert engine.most_in_flight == 2
     assert seen == [(i, 6) for i in range(1, 7)]
-    own = parse_config(
-        {"evaluate": {"max_response_tokens": 5, "stop": []}, "rollout": {"stop": ["x"]}}
-    ).resolved_evaluate
-    assert (own.max_response_tokens, own.stop) == (5, [])
+    sections["evaluate"] |= {"max_response_tokens": 5, "stop": [], "stop_token_ids": []}
+    own = parse_config(sections).resolved_evaluate
+    assert (own.max_response_tokens, own.stop, own.stop_token_ids) == (5, [], [])
 
 
 def response(correct: bool | None, extracted: str | None = None) -> Response:
@@ -229,7 +225,7 @@ def test_results_are_written_and_shown(tmp_path):
     assert [f.name for f in files] == ["0001-p0.txt", "0002-p1.txt"]
     text = files[0].read_text()
     assert "1 of 2 right, reference 100" in text and "question 0" in text and "template" not in text
-    assert "response 2: wrong (different number), 11 tokens, stop, extracted: 2" in text and "Answer: 2" in text
+    assert "response 2: wrong (different number), 12 tokens, stop, extracted: 2" in text and "Answer: 2" in text
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(result.table("AIME"))
     shown = console.export_text()
@@ -374,13 +370,17 @@ def test_the_values_of_k():
         run(KnownEngine([1]), 1, EvalConfig())
 
 
-def test_a_grade_can_come_from_any_pool():
-    class Pool:
-        async def grade(self, prompt, sample):
-            return Grade(sample.text.endswith("100"), 1.0, sample.text)
+def test_a_grade_can_come_from_anywhere_and_is_checked():
+    class Graders:
+        def decode(self, tokens):
+            return TOKENIZER.decode(tokens, skip_special_tokens=True)
 
-    result = asyncio.run(evaluate(KnownEngine([5]), [problem(0)], Pool(), CONFIG, 0))
-    assert result.problems[0].right == 5
+        async def grade(self, prompt, sample):
+            right = self.decode(sample.response_tokens).endswith("100")
+            return Grade(right, math.nan if sample.index == 0 else 1.0)
+
+    result = asyncio.run(evaluate(KnownEngine([5]), [problem(0)], Graders(), CONFIG, 0))
+    assert (result.problems[0].right, result.ungraded) == (4, 1)
 
 
 @pytest.fixture(scope="module")

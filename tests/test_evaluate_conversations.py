@@ -28,8 +28,11 @@ class LastTurns:
     def __init__(self):
         self.seen = []
 
+    def decode(self, tokens):
+        return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
     async def grade(self, prompt, sample):
-        self.seen.append((prompt.id, sample.text))
+        self.seen.append((prompt.id, self.decode(sample.final_tokens)))
         return Grade(True, 1.0)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron_dapo.errors import ConfigError as ConfigError
 
@@ -243,3 +243,4 @@ def _without_login(address: str) -> str:
 Address = Annotated[str, AfterValidator(_without_login)]
 PathText = Annotated[str, AfterValidator(_expand_home)]
 NonEmptyText = Annotated[str, AfterValidator(_not_empty)]
+TokenId = Annotated[int, Field(ge=0)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section
+from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, TokenId
 
 BUILT_IN_TEMPLATES = ("dapo", "plain", "chat", "dapo+chat")
 METRIC_NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
@@ -397,6 +397,9 @@ class EvalConfig(Section):
     )  # fmt: skip
     top_k: int = Field(-1, ge=-1, description="Sample from the N most likely tokens; -1: from all.")
     stop: list[NonEmptyText] | None = Field(None, description="Strings that end a response; null: rollout.stop.")
+    stop_token_ids: list[TokenId] | None = Field(
+        None, description="Tokens that end a response beside the model's own; null: rollout.stop_token_ids."
+    )
     max_response_tokens: int | None = Field(
         None, gt=0, description="Longest response, in tokens; null: rollout.max_response_tokens."
     )

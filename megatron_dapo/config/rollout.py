@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, hide_secrets, is_secret
+from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, TokenId, hide_secrets, is_secret
 from megatron_dapo.config.policy import LoraConfig
 
 PauseMode = Literal["abort", "retract", "in_place"]  # SGLang's names
@@ -332,7 +332,7 @@ class RolloutConfig(Section):
     stop: list[NonEmptyText] = Field(
         default_factory=list, description="Strings that end a response, besides the model's own end tokens."
     )
-    stop_token_ids: list[int] = Field(
+    stop_token_ids: list[TokenId] = Field(
         default_factory=list, description="Tokens that end a response, besides the model's own."
     )
     generate: str | None = Field(

@@ -175,12 +175,9 @@ class Config(Section):
     @property
     def resolved_evaluate(self) -> EvalConfig:
         """`evaluate` with what it leaves to `rollout` filled in."""
-        return self.evaluate.model_copy(
-            update={
-                "stop": self.rollout.stop if self.evaluate.stop is None else self.evaluate.stop,
-                "max_response_tokens": self.evaluate.max_response_tokens or self.rollout.max_response_tokens,
-            }
-        )
+        shared = ("stop", "stop_token_ids", "max_response_tokens")
+        left = {name: getattr(self.rollout, name) for name in shared if getattr(self.evaluate, name) is None}
+        return self.evaluate.model_copy(update=left)
 
     @property
     def gate(self) -> GateConfig:
@@ -191,7 +188,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
         checks = (
-            self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
+            self._check_groups, self._check_lengths, self._check_overlong, self._check_environment,
             self._check_critic, self._check_distillation, self._check_time_limits, self._check_off_policy,
             self._check_routing_replay, self._check_true_on_policy, self._check_adapters,
         )  # fmt: skip
@@ -333,10 +330,6 @@ class Config(Section):
         }
         if missing := [key for key, there in needed.items() if not there]:
             raise ValueError(f"rollout.servers.share_base needs {', '.join(missing)}")
-
-    def _check_stops(self) -> None:
-        if any(token < 0 for token in self.rollout.stop_token_ids):
-            raise ValueError(f"rollout.stop_token_ids is {self.rollout.stop_token_ids}: tokens are not negative")
 
     def _check_environment(self) -> None:
         """Both dictionaries are written into the run directory, and into the batch script."""
@@ -602,11 +595,11 @@ def check_config(config: Config, world_size: int | None = None, shape: ModelShap
         raise ConfigError("rollout.servers.share_base is for dense models: SGLang arranges experts in another way")
     if world_size is not None:
         check_world(config.policy, world_size)
-    outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]
-    if outside:
-        raise ConfigError(
-            f"rollout.stop_token_ids has {outside[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"
-        )
+    for section, tokens in (("rollout", config.rollout.stop_token_ids), ("evaluate", config.evaluate.stop_token_ids)):
+        if (last := max(tokens or (), default=0)) >= shape.vocab:
+            raise ConfigError(
+                f"{section}.stop_token_ids has {last}, but the model's vocabulary has {shape.vocab} tokens: remove it"
+            )
     return shape
 
 

@@ -60,14 +60,12 @@ class SamplingParams:
 class Completion:
     """`tokens` and `logprobs` have the same length; `weight_spans` cover every token, relative to `tokens`.
 
-    The token that ended the sample (EOS, a stop token, the end of a stop string) is one of the `tokens`; `text` is for
-    reading and does not contain it.
+    The token that ended the sample (EOS, a stop token, the end of a stop string) is one of the `tokens`.
     """
 
     tokens: Tokens
     logprobs: LogProbs
     finish_reason: FinishReason
-    text: str = ""
     weight_spans: list[WeightSpan] = field(default_factory=list)
     server: str = ""  # which server generated it, for error messages
     # Of the tokens from SamplingParams.routed_experts_from on, the last one excepted; None: not asked for, or lost.

@@ -31,7 +31,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
 
     from megatron_dapo.data import load_prompts, load_tokenizer
     from megatron_dapo.engines import open_engine
-    from megatron_dapo.reward import open_graders
+    from megatron_dapo.reward.combined import ResponseGrader
     from megatron_dapo.rollout.agents.functions import load_rollout_function
 
     shape = check_config(config)
@@ -52,9 +52,10 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
         try:
             with Bar(console=console, transient=True) as bar:
                 task = bar.add_task("responses")
-                async with open_graders(config.reward) as pool:
+                responses = ResponseGrader(config.reward, tokenizer)
+                async with responses.graders:
                     return await evaluate_sets(
-                        engine, sets, pool, settings, seed,
+                        engine, sets, responses, settings, seed,
                         lambda done, total: bar.update(task, completed=done, total=total), function,
                     )  # fmt: skip
         finally:

@@ -29,14 +29,18 @@ ABORT_REPEAT = 1.0  # seconds between two aborts: a request may have reached the
 ABORT_TIMEOUT = 30.0
 
 
-class GraderPool(Protocol):
+class Responses(Protocol):
+    """Makes text from tokens and grades it, as in training (`ResponseGrader`)."""
+
+    def decode(self, tokens: Tokens) -> str: ...
+
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade: ...
 
 
 async def evaluate_sets(
     engine: Generator,
     sets: Mapping[str, Sequence[Prompt]],
-    grader_pool: GraderPool,
+    graders: Responses,
     config: EvalConfig,
     seed: int,
     progress: Progress | None = None,
@@ -64,7 +68,7 @@ async def evaluate_sets(
         for prompt in prompts
         for index in range(settings[name].samples)
     ]
-    responses = iter(await _Requests(engine, grader_pool, config, seed, progress, function).run(wanted))
+    responses = iter(await _Requests(engine, graders, config, seed, progress, function).run(wanted))
     seconds = time.monotonic() - started
     results = {}
     for name, prompts in sets.items():
@@ -83,14 +87,14 @@ class _Requests:
     def __init__(
         self,
         engine: Generator,
-        grader_pool: GraderPool,
+        graders: Responses,
         config: EvalConfig,
         seed: int,
         progress: Progress | None,
         function: RolloutFunction | None,
     ) -> None:
         self._engine = engine
-        self._pool = grader_pool
+        self._graders = graders
         self._config = config
         self._seed = seed
         self._progress = progress
@@ -123,14 +127,14 @@ class _Requests:
         async with self._slots:
             samples, grade = await self._generate(prefix, prompt, index)
             if grade is None:
-                grade = await self._pool.grade(prompt, samples[-1])
+                grade = await self._graders.grade(prompt, samples[-1])
+        grade = grade.checked()
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, len(self._tasks))
-        last = samples[-1]
-        text = last.text if self._function is None else "\n".join(readable(s, self._decode) for s in samples)
-        tokens = sum(sample.trained_tokens for sample in samples)
-        return Response(text, tokens, last.finish_reason.value, grade.correct, grade.extracted, grade.reason)
+        text = "\n".join(readable(sample, self._graders.decode) for sample in samples)
+        tokens, reason = sum(sample.trained_tokens for sample in samples), samples[-1].finish_reason.value
+        return Response(text, tokens, reason, grade.correct, grade.extracted, grade.reason)
 
     async def _generate(self, prefix: str, prompt: Prompt, index: int) -> tuple[list[Sample], Grade | None]:
         """The samples of one rollout, and the grade if its function gave one."""
@@ -149,13 +153,7 @@ class _Requests:
             prompt, samples, self._extend, self._function.tokenizer,
             max_response_tokens=longest, stop=stop, name=name,
         )  # fmt: skip
-        grade = await self._function(conversation)
-        samples[-1].text = self._decode(samples[-1].final_tokens)
-        return samples, grade
-
-    def _decode(self, tokens: Tokens) -> str:
-        assert self._function is not None
-        return str(self._function.tokenizer.decode(tokens, skip_special_tokens=True))
+        return samples, await self._function(conversation)
 
     async def _extend(self, sample: Sample, request: TurnRequest) -> bool:
         """Generates a response or a turn. Repeats one that the engine aborts by itself; the seed makes it the same."""
@@ -165,7 +163,7 @@ class _Requests:
         config = self._config
         params = SamplingParams(
             max_new_tokens=request.end - request.start, temperature=config.temperature, top_p=config.top_p,
-            top_k=config.top_k, stop=request.stop, seed=request.seed,
+            top_k=config.top_k, stop=request.stop, stop_token_ids=tuple(config.stop_token_ids or ()), seed=request.seed,
         )  # fmt: skip
         context = np.concatenate([sample.prompt_tokens, sample.response_tokens]) if sample.length else None
         attempt = moves = 0

@@ -45,7 +45,6 @@ def append_completion(sample: Sample, completion: Completion) -> None:
             sample.weight_spans[-1] = WeightSpan(last.version, last.start, span.end + offset)
         else:
             sample.weight_spans.append(WeightSpan(span.version, span.start + offset, span.end + offset))
-    sample.text += completion.text
     sample.finish_reason = completion.finish_reason
 
 

@@ -79,7 +79,7 @@ class StandIn:
         tokens = as_tokens(found[: params.max_new_tokens])
         reason = FinishReason.STOP if len(tokens) == len(found) else FinishReason.LENGTH
         logprobs = as_logprobs([-1.0] * len(tokens))
-        return Completion(tokens, logprobs, reason, text, [WeightSpan(0, 0, len(tokens))], "the rehearsal")
+        return Completion(tokens, logprobs, reason, [WeightSpan(0, 0, len(tokens))], "the rehearsal")
 
     async def abort(self, request_id: str | None = None) -> None:
         pass

@@ -347,10 +347,12 @@ class RolloutDriver:
 
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
-        graders, before = self._responses.graders, self._reward_counts()
+        before = self._reward_counts()
         self._tool_counts.update(take_shared_metrics())
         try:
-            return await evaluate_sets(self.engine, self.problems, graders, settings, seed, advance, self._function)
+            return await evaluate_sets(
+                self.engine, self.problems, self._responses, settings, seed, advance, self._function
+            )
         finally:  # what graders and tools did in it is not the next step's
             _ = take_shared_metrics(), self.reward_metrics()
             self._counted = {name: value - before.get(name, 0.0) for name, value in self._counted.items()}

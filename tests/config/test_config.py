@@ -277,6 +277,7 @@ def test_every_key_is_described():
         ("policy: {optimizer: {lr: -1e-6}}", "policy.optimizer.lr"),
         ("rollout: {temperature: .inf}", "rollout.temperature: expected a finite number"),
         ("rollout: {stop_token_ids: [-1]}", "rollout.stop_token_ids"),
+        ("evaluate: {stop_token_ids: [-1]}", "evaluate.stop_token_ids"),
         ("evaluate: {pass_at: [true]}", "evaluate.pass_at: expected a number, found true"),
         ("trainer: 5", "trainer: expected a section with its own keys, found 5"),
         ("1: 2", "Keys should be strings"),

@@ -121,7 +121,7 @@ async def test_results_and_errors_are_those_of_the_client_in_this_process():
 def test_completions_arrive_whole_wherever_the_byte_stream_is_split(piece):
     lengths = (0, 1, 5) if piece < 10 else (0, 1, 300_000, 2)  # the third is larger than the buffer
     sent = [
-        Completion(as_tokens(range(n)), as_logprobs([-0.5] * n), FinishReason.STOP, "x" * n, [WeightSpan(3, 0, n)])
+        Completion(as_tokens(range(n)), as_logprobs([-0.5] * n), FinishReason.STOP, [WeightSpan(3, 0, n)])
         for n in lengths
     ]
     stream = b"".join(encode_completion(number, completion) for number, completion in enumerate(sent))

@@ -15,7 +15,7 @@ from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan,
 def part(tokens, version, logprobs=None, reason=FinishReason.ABORT):
     logprobs = [-0.5] * len(tokens) if logprobs is None else logprobs
     spans = [WeightSpan(version, 0, len(tokens))] if tokens else []
-    return Completion(as_tokens(tokens), as_logprobs(logprobs), reason, "", spans)
+    return Completion(as_tokens(tokens), as_logprobs(logprobs), reason, spans)
 
 
 def sample():

@@ -51,4 +51,4 @@ class ConversationEngine(SimulatedEngine):
                 reason = FinishReason.STOP
                 break
         spans = [WeightSpan(version, 0, len(made))] if made else []
-        return Completion(as_tokens(made), as_logprobs(map(logprob_of, made)), reason, "", spans)
+        return Completion(as_tokens(made), as_logprobs(map(logprob_of, made)), reason, spans)

@@ -33,7 +33,7 @@ def conversation_of(replies, room=4000, end=TURN_END):
         # Two spaces for one: were the response encoded from a client's message, the tokens would differ.
         tokens = as_tokens(encode(text + end)[: request.end - request.start])
         spans = [WeightSpan(3, 0, len(tokens))]
-        append_completion(sample, Completion(tokens, as_logprobs([-0.5] * len(tokens)), FinishReason.STOP, "", spans))
+        append_completion(sample, Completion(tokens, as_logprobs([-0.5] * len(tokens)), FinishReason.STOP, spans))
         return True
 
     prompt = Prompt(

@@ -109,7 +109,7 @@ class SimulatedEngine:
         finally:
             self.running -= 1
         spans = [WeightSpan(version, 0, made)] if made else []
-        return Completion(as_tokens(left[:made]), as_logprobs(logs[:made]), reason, "", spans)
+        return Completion(as_tokens(left[:made]), as_logprobs(logs[:made]), reason, spans)
 
     async def abort(self, request_id: str | None = None) -> None:
         for name, event in self._aborts.items():

@@ -91,7 +91,7 @@ class VirtualServer(SGLangClient):
         reason = FinishReason.ABORT if sequence.remaining else FinishReason.STOP
         self.first_reply = asyncio.get_running_loop().time() if self.first_reply is None else self.first_reply
         spans = [WeightSpan(version, 0, made)] if made else []
-        return Completion(np.zeros(made, np.int32), np.zeros(made, np.float32), reason, "", spans)
+        return Completion(np.zeros(made, np.int32), np.zeros(made, np.float32), reason, spans)
 
     async def abort(self, request_id: str | None = None) -> None:
         await self._reach()

@@ -358,15 +358,12 @@ class EmbeddedEngine:
 
     def _completion(self, request: _Request, reason: FinishReason) -> Completion:
         tokens = request.sequence[request.prompt_length :]
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True) if self._tokenizer else ""
-        if reason is FinishReason.STOP and request.params.stop:
-            text = text[: min((text.find(s) for s in request.params.stop if s in text), default=len(text))]
         spans, start = [], 0
         for version, end in (*request.versions, (self._version, len(tokens))):
             if end > start:
                 spans.append(WeightSpan(version, start, end))
                 start = end
-        return Completion(as_tokens(tokens), as_logprobs(request.logprobs), reason, text, spans)
+        return Completion(as_tokens(tokens), as_logprobs(request.logprobs), reason, spans)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -7,7 +7,7 @@ rank 0 nor the kernel launches of its main thread. The process holds no state: a
 again. It ends when its parent closes the socket or dies.
 
 Frames to it: a call (its part is the prompt's tokens), a cancellation, a ping. Frames from it: a completion (its parts
-are text, tokens, log-probs and experts), an error, a pong. The decoded arrays belong to the caller.
+are tokens, log-probs and experts), an error, a pong. The decoded arrays belong to the caller.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ def encode_completion(number: int, completion: Completion) -> bytes:
         "experts": None if experts is None else [experts.dtype.name, *experts.shape],
     }  # fmt: skip
     arrays = [completion.tokens, completion.logprobs, *([] if experts is None else [experts.reshape(-1)])]
-    return encode(header, completion.text.encode(errors="surrogatepass"), *map(np.ascontiguousarray, arrays))
+    return encode(header, *map(np.ascontiguousarray, arrays))
 
 
 def decode_completion(header: Header, parts: list[bytearray]) -> Completion:
     """Raises the error of the call, if it has failed."""
     if "error" in header:
         raise _error(header)
-    text, tokens, logprobs, *rest = parts
+    tokens, logprobs, *rest = parts
     experts = None
     if rest:
         kind, *shape = header["experts"]
         experts = np.frombuffer(rest[0], kind).reshape(shape)
     return Completion(
         np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32), FinishReason(header["reason"]),
-        text.decode(errors="surrogatepass"), [WeightSpan(*span) for span in header["spans"]], routed_experts=experts,
+        [WeightSpan(*span) for span in header["spans"]], routed_experts=experts,
     )  # fmt: skip
 
 

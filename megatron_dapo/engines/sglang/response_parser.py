@@ -86,7 +86,7 @@ def _parse_fast(content: bytes, where: str) -> Completion | None:
             return None
     except UNREADABLE:
         return None
-    return Completion(tokens, logprobs, reason, _text(reply), _spans(meta, len(tokens), where))
+    return Completion(tokens, logprobs, reason, _spans(meta, len(tokens), where))
 
 
 def _parse_general(content: bytes, where: str) -> Completion:
@@ -97,14 +97,7 @@ def _parse_general(content: bytes, where: str) -> Completion:
     if reason is FinishReason.ABORT and finish.get("status_code"):
         raise ServerFailure(f"{where}: the server gave it up ({finish['status_code']}): {finish.get('message')}")
     tokens, logprobs = _columns(meta["output_token_logprobs"], reply["output_ids"], where)
-    return Completion(tokens, logprobs, reason, _text(reply), _spans(meta, len(tokens), where))
-
-
-def _text(reply: dict[str, Any]) -> str:
-    text = reply.get("text", "")
-    if not isinstance(text, str):
-        raise TypeError(f"text is {text!r:.50}")
-    return text
+    return Completion(tokens, logprobs, reason, _spans(meta, len(tokens), where))
 
 
 def _routed_experts(encoded: bytes | None, prompt: int, response: int, where: str) -> RoutedExperts | None:

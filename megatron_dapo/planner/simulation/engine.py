@@ -174,7 +174,7 @@ class SimulatedEngine:
         else:
             reason = FinishReason.STOP if units == length else FinishReason.LENGTH
         spans = [WeightSpan(version, 0, made)] if made else []
-        return Completion(np.zeros(made, np.int32), np.zeros(made, np.float32), reason, "", spans)
+        return Completion(np.zeros(made, np.int32), np.zeros(made, np.float32), reason, spans)
 
     def _prefill(self, prompt: int, context: int, done: int) -> int:
         """Tokens to compute first. Samples of a prompt share its keys and values until the weights change."""
