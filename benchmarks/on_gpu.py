@@ -16,6 +16,7 @@ with `policy.true_on_policy` and 20 without, then two runs of which one is kille
 `learning` has one rank, too: `full`, `lora` and `vapo` learn on equally many samples and can run at the same time, one
 command each (`--only`); the `step_…` runs are for speed and must be alone on the GPU; DIR/learning.md is its table. Its
 `model_32b` writes 65 GB into DIR, which `lora_32b` then trains; DIR may be on a RAM disk.
+`maths` is one run of 25 minutes on DAPO-Math-17k, whose files `variants.py maths` writes.
 `families` are short runs of what the others leave out: Qwen3-Next and Qwen3.5 (random, killed and resumed), experts
 over two ranks of trainer and server, LoRA on the server's base, YaRN, tools, and distillation. Its teacher is started
 before: `python -m sglang.launch_server --model-path MODEL --port 36000 --mem-fraction-static 0.1`.
@@ -88,12 +89,8 @@ def measurements(
 
     def gsm8k(steps: int, folder: str, *changes: str, fraction: str = "0.7", more: tuple[str, ...] = ()) -> list[str]:
         settings = [
-            f"policy.model={model}", f"data.path={data}/gsm8k_train.jsonl", "data.template=dapo+chat",
-            f"evaluate.data.path={data}/gsm8k_test.jsonl", "evaluate.data.template=dapo+chat", "evaluate.temperature=0",
-            "evaluate.every=10", "rollout.max_response_tokens=768", "policy.micro_batch_tokens=16384",
-            "policy.optimizer.lr=2e-6", "policy.optimizer.warmup_steps=2", "rollout.servers.max_running=384",
-            "rollout.sampler.max_carryover_staleness=2", "trainer.prompts_per_step=64", "trainer.mini_batch_prompts=32",
-            f"trainer.steps={steps}", "trainer.checkpoint.every=0", "trainer.old_logprobs=engine",
+            f"policy.model={model}", f"data.path={data}/gsm8k_train.jsonl",
+            f"evaluate.data.path={data}/gsm8k_test.jsonl", f"trainer.steps={steps}", "trainer.checkpoint.every=0",
             f"trainer.run_dir={out / folder}", "observe.console=plain", *changes, *changed,
         ]  # fmt: skip
         graphs = ("--cuda-graph-max-bs-decode", "384", "--max-running-requests", "384")
@@ -293,6 +290,13 @@ def measurements(
         resumed("pipeline", 8, wait=30),
     ]  # fmt: skip
 
+    ahead = (
+        "rollout.servers.share_gpus=false", "rollout.servers.count=2", "rollout.max_staleness=1",
+        "policy.micro_batch_tokens=8192", "rollout.servers.max_running=256", f"rollout.weights.bucket_bytes={1 << 30}",
+    )  # fmt: skip
+    ahead_servers = (
+        "--base-gpu-id", "0", "--max-running-requests", "256", "--cuda-graph-max-bs-decode", "256",
+    )  # fmt: skip
     moe, fp8, few = (
         *(str(out / name) for name in ("moe", "fp8")),
         ("--cuda-graph-max-bs-decode", "64"),
@@ -363,12 +367,14 @@ def measurements(
         )]),
         # Trainer and two servers keep their memory, and the servers generate during the updates.
         Measurement("run_100", 1500, "megatron-dapo", ["train", *gsm8k(
-            100, "run_100", "rollout.servers.share_gpus=false", "rollout.servers.count=2", "rollout.max_staleness=1",
-            "policy.micro_batch_tokens=8192", "rollout.servers.max_running=256",
-            f"rollout.weights.bucket_bytes={1 << 30}", fraction="0.5",
-            more=("--base-gpu-id", "0", "--max-total-tokens", "300000", "--max-running-requests", "256",
-                  "--cuda-graph-max-bs-decode", "256"),
+            100, "run_100", *ahead, fraction="0.5", more=(*ahead_servers, "--max-total-tokens", "300000"),
         )]),
+        Measurement("maths", 1600, "megatron-dapo", ["train", *gsm8k(
+            100, "run_maths", *ahead, f"data.path={data}/dapo_math_train.jsonl",
+            f"evaluate.data.path={data}/dapo_math_held_out.jsonl", "rollout.max_response_tokens=2048",
+            "algorithm.overlong.cache_length=512", "evaluate.every=15", unsaved,
+            fraction="0.5", more=(*ahead_servers, "--max-total-tokens", "500000"),
+        )], "maths"),
         Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
         Measurement("switches", 590, "ablation.py", [
             "--out", str(out / "ablation_gsm8k"), "--seeds", "1", "--minutes", "8.5", "--set", f"policy.model={model}",
@@ -524,7 +530,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--group",
-        choices=["one", "layouts", "sync", "runs", "exact", "learning", "families"],
+        choices=["one", "layouts", "sync", "runs", "exact", "learning", "families", "maths"],
         default="one",
         help="one: one rank",
     )

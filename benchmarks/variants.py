@@ -1,8 +1,12 @@
-"""Inputs of the group `families` of on_gpu.py, made from one model and from GSM8K.
+"""Inputs of on_gpu.py. Those of its group `families`, made from one model and from GSM8K:
 
     python benchmarks/variants.py yarn MODEL OUT      # the same weights and context length, by YaRN with factor 4
     python benchmarks/variants.py noisy MODEL OUT     # a student for distillation: noise on the weights of all MLPs
     python benchmarks/variants.py tools ROWS OUT      # questions that ask for calculations between << and >>
+
+And that of its measurement `maths`, from the parquet file of DAPO-Math-17k (needs pyarrow):
+
+    python benchmarks/variants.py maths PARQUET DATA  # dapo_math_train.jsonl, and dapo_math_held_out.jsonl with 400
 
 An OUT that exists is replaced.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -18,6 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+HELD_OUT = 400  # problems
 NOISE = 0.2  # of a tensor's standard deviation
 ASKED = " Write each calculation between << and >>, for example <<48 / 2>>. Its result is then inserted for you."
 
@@ -53,9 +59,23 @@ def tools(rows: Path, out: Path) -> None:
     out.write_text("".join(json.dumps({**row, "question": row["question"] + ASKED}) + "\n" for row in found))
 
 
+def maths(rows: Path, out: Path) -> None:
+    import pyarrow.parquet
+
+    found = {}
+    for row in pyarrow.parquet.read_table(rows).to_pylist():
+        question = row["prompt"][0]["content"]
+        found[question.strip().casefold()] = {"question": question, "answer": row["reward_model"]["ground_truth"]}
+    lines = [json.dumps(row) + "\n" for row in found.values()]
+    random.Random(0).shuffle(lines)
+    out.mkdir(parents=True)
+    (out / "dapo_math_held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
+    (out / "dapo_math_train.jsonl").write_text("".join(lines[HELD_OUT:]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["yarn", "noisy", "tools"])
+    parser.add_argument("kind", choices=["yarn", "noisy", "tools", "maths"])
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
@@ -63,7 +83,7 @@ def main() -> None:
         if args.out.resolve() == args.source.resolve():
             parser.error("OUT is the source")
         shutil.rmtree(args.out)
-    {"yarn": yarn, "noisy": noisy, "tools": tools}[args.kind](args.source.resolve(), args.out)
+    {"yarn": yarn, "noisy": noisy, "tools": tools, "maths": maths}[args.kind](args.source.resolve(), args.out)
 
 
 if __name__ == "__main__":
