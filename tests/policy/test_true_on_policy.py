@@ -65,8 +65,10 @@ def largest_differences(rendezvous, raw, planted=""):
     if planted == "another kernel of attention":
         batch_invariant.active = lambda: False
     elif planted == "bias added inside of the product":
-        del batch_invariant.REPLACED[torch.ops.aten.addmm.default]
-        torch.backends.mkldnn.enabled = True  # with OpenBLAS it makes no difference
+        # Rounded once. Which of torch's own kernels do that depends on the CPU.
+        batch_invariant.REPLACED[torch.ops.aten.addmm.default] = lambda _, bias, left, right: (
+            left.double() @ right.double() + bias.double()
+        ).float()
     random, found, tokens = np.random.default_rng(0), [], 0
     for version in range(1, VERSIONS + 1):
         prompts = [random.integers(0, shape.vocab, random.integers(1, 17)).astype(np.int32) for _ in range(SAMPLES)]
