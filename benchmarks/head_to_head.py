@@ -7,9 +7,10 @@ Each run is a process of its own; every round runs ours, then each peer. All tra
 samples in each step, in the same order and with the same token ids (asserted), temperature 1, up to 768 new tokens,
 bf16, AdamW, group-normalised advantages, clip 0.2 and 0.28, token mean, one grader (peers/grader.py); no KL term, no
 dynamic sampling. With `--lr 0` (1e-30: the weights stay as they are) all have the same distribution of lengths: the
-clean figure of speed. The configurations are in benchmarks/peers/. Arguments after `--` go to our SGLang server. Of a
-peer that was not installed but unpacked, the folder must have site-packages in its name: datasets, which TRL uses,
-pickles modules from elsewhere by value, and pyarrow cannot be.
+clean figure of speed. With others the accuracies on the prompts, which are new in each step, are a second table: at
+equal samples and at equal minutes. The configurations are in benchmarks/peers/. Arguments after `--` go to our SGLang
+server. Of a peer that was not installed but unpacked, the folder must have site-packages in its name: datasets, which
+TRL uses, pickles modules from elsewhere by value, and pyarrow cannot be.
 
 Times are taken from outside: a step ends when its line appears in the system's own log. Trained tokens/s are the
 response tokens in the loss ÷ the time between the line of the last warm-up step and the last line. Memory is what
@@ -65,6 +66,7 @@ FROZEN = 1e-30  # stands for learning rate 0: no weight changes
 PHASES = ("generate", "log_probs", "update", "sync")
 VLLM_UNSET = ("TORCHDYNAMO_DISABLE",)  # would take vLLM's compiled kernels and most of its CUDA graphs away
 MARK = "HEAD_TO_HEAD_RUN"
+CELL = 3  # steps
 ENDING = 15  # seconds in which a run that is done may end by itself
 # What megatron-dapo can do beyond the common work, measured apart.
 VARIANTS = {
@@ -241,6 +243,25 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def learning(runs: list[dict[str, Any]]) -> str:
+    """Accuracy on prompts that no run has seen before, at equal samples and at equal minutes since the start, until the
+    fastest run ends. A cell is the mean of the last CELL steps, those of the warm-up included."""
+    runs = [run for run in runs if run["lr"] and len(run["steps"]) >= CELL]
+    if not runs:
+        return ""
+    counts = range(CELL, max(len(run["steps"]) for run in runs) + 1, CELL)
+    minutes = range(1, int(min(run["steps"][-1]["at"] for run in runs) // 60) + 1)
+    titles = ["system", "round", *(f"step {count}" for count in counts), *(f"{minute} min" for minute in minutes)]
+    lines = ["", f"Accuracy, means of {CELL} steps:", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for run in runs:
+        steps = run["steps"]
+        done = [count if count <= len(steps) else 0 for count in counts]
+        done += [sum(step["at"] <= 60 * minute for step in steps) for minute in minutes]
+        cells = [f"{fmean(s['accuracy'] for s in steps[n - CELL : n]):.1%}" if n >= CELL else "" for n in done]
+        lines.append(f"| {' | '.join([run['system'], str(run['round']), *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
 def number(key: str, value: float) -> str:
     if key in ("trained", "generated"):
         return f"{value:,.0f}"
@@ -334,8 +355,9 @@ def write_results(out: Path) -> str:
     runs = [json.loads(file.read_text()) for file in out.glob("*/run.json")]
     runs.sort(key=lambda run: (run["lr"], run["round"], not run["system"].startswith("ours"), run["system"]))
     (out / "head_to_head.json").write_text(json.dumps(runs, indent=1))
-    (out / "head_to_head.md").write_text(table(runs))
-    return table(runs)
+    text = table(runs) + learning(runs)
+    (out / "head_to_head.md").write_text(text)
+    return text
 
 
 if __name__ == "__main__":

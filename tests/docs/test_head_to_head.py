@@ -55,6 +55,17 @@ def test_table():
     assert lines[-1] == "- trl, lr 0: **1.50 ×** (by round: 2.00)"  # 7 500 ÷ 5 000; verl has no figure
 
 
+def test_accuracy_at_equal_samples_and_at_equal_minutes():
+    fast, slow = (make_run(name, at) for name, at in (("ours", range(60, 121, 10)), ("trl", [70, 90, 115, 190])))
+    for run in (fast, slow):
+        run["lr"] = 2e-6
+        run["steps"] = [{**step, "accuracy": 0.1 * i} for i, step in enumerate(run["steps"])]
+    assert h2h.learning([make_run("ours", [1, 2, 3])]) == ""  # learning rate 0
+    heads, _, *rows = h2h.learning([fast, slow]).splitlines()[3:]
+    assert heads == "| system | round | step 3 | step 6 | 1 min | 2 min |"  # ours ends after 2 minutes
+    assert rows == ["| ours | 0 | 10.0% | 40.0% |  | 50.0% |", "| trl | 0 | 10.0% |  |  | 10.0% |"]
+
+
 @pytest.mark.parametrize(
     ("response", "right"),
     [
