@@ -87,14 +87,22 @@ def measurements(
     def servers(fraction: str, *more: str) -> list[str]:
         return ["--set", "rollout.servers.arguments=" + json.dumps(["--mem-fraction-static", fraction, *server, *more])]
 
-    def gsm8k(steps: int, folder: str, *changes: str, fraction: str = "0.7", more: tuple[str, ...] = ()) -> list[str]:
+    def gsm8k(
+        steps: int,
+        folder: str,
+        *changes: str,
+        fraction: str = "0.7",
+        more: tuple[str, ...] = (),
+        example: str = EXAMPLE,
+    ) -> list[str]:
+        """The recipe as it is shipped, with other paths and steps, and with `changes`."""
         settings = [
             f"policy.model={model}", f"data.path={data}/gsm8k_train.jsonl",
             f"evaluate.data.path={data}/gsm8k_test.jsonl", f"trainer.steps={steps}", "trainer.checkpoint.every=0",
             f"trainer.run_dir={out / folder}", "observe.console=plain", *changes, *changed,
         ]  # fmt: skip
         graphs = ("--cuda-graph-max-bs-decode", "384", "--max-running-requests", "384")
-        return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers(fraction, *graphs, *more)]
+        return [example, *(word for item in settings for word in ("--set", item)), *servers(fraction, *graphs, *more)]
 
     def layouts(ranks: int, name: str, names: str, *more: str, seconds: int = 240) -> Measurement:
         table = ["--json", str(out / f"layouts_{name}.json")]
@@ -380,6 +388,9 @@ def measurements(
             "--out", str(out / "ablation_gsm8k"), "--seeds", "1", "--minutes", "8.5", "--set", f"policy.model={model}",
             "--set", f"data.path={data}/gsm8k_train.jsonl", "--set", f"evaluate.data.path={data}/gsm8k_test_400.jsonl",
             "--", *server, "--max-running-requests", "512", "--cuda-graph-max-bs-decode", "512",
+        ]),
+        Measurement("lora_as_shipped", 300, "megatron-dapo", [
+            "train", *gsm8k(6, "run_lora_as_shipped", fraction="0.4", example=EXAMPLE.replace("_1gpu", "_lora")),
         ]),
         Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
     ]  # fmt: skip
