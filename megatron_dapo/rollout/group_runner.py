@@ -81,6 +81,7 @@ class GroupRunner:
     def _cancel_functions(self, ended: Callable[[PendingGroup], object]) -> None:
         for task, (pending, conversation) in self._conversations.items():
             if not conversation.generating and ended(pending):
+                conversation.interrupted = True
                 task.cancel()
 
     def _check_early(self, pending: PendingGroup) -> None:

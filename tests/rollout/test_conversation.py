@@ -1,6 +1,7 @@
 """Conversations: tokens are sampled or appended and never encoded again; interruptions change nothing."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.rollout.accounting import GroupEvents
-from megatron_dapo.rollout.agents.conversation import Conversation, turn_seed
+from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, turn_seed
 from megatron_dapo.rollout.agents.functions import RolloutFunction, load_rollout_function, rollout_function
 from megatron_dapo.rollout.generation import Generation, append_completion
 from megatron_dapo.rollout.pending_group import PendingGroup, new_samples
 from megatron_dapo.rollout.sampler import Sampler
-from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
+from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, TurnSpan, as_logprobs, as_tokens
 
 
 def encode(text):
@@ -381,6 +382,69 @@ def test_a_function_may_not_return_while_a_turn_is_generated():
     config = rollout(samples=2, longest=80)
     (batch,), *_ = collect(config, engine=ConversationEngine, function=function_of(hasty))
     assert tasks and batch.metrics["rollout/groups_failed"] == 1 and "p1" not in {g.prompt.id for g in batch.groups}
+
+
+def swallow(error):
+    return Grade(False, -1.0)
+
+
+def fail(error):
+    raise ValueError("the agent's library wraps every error") from error
+
+
+@pytest.mark.parametrize("then", [swallow, fail])
+def test_a_function_that_catches_its_interruption_is_continued_like_others(then):
+    async def guarded(prompt, conversation, settings):
+        try:
+            return await guess_until_even(prompt, conversation, settings)
+        except BaseException as error:
+            return then(error)
+
+    config = rollout(samples=3, longest=80, oversampling=3.0, order="completion", unfinished="continue")
+    engine, steps = lambda: ConversationEngine(slots=30), 4
+    batches, *_ = collect(config, steps=steps, engine=engine, function=function_of(guarded, seconds=0))
+    assert any(batch.metrics["rollout/interrupted_share"] for batch in batches)
+    for batch in batches:
+        assert not batch.metrics.get("rollout/groups_failed")
+        for group in batch.groups:
+            assert_expected(group)
+
+
+def test_a_function_that_leaves_out_a_turn_it_had_begun_starts_again():
+    """It has a time limit, which has passed when it is called again."""
+
+    async def main():
+        conversation = conversation_of(prompt_of(), ConversationEngine(), room=12)
+        await conversation.generate()
+        conversation.samples[0].turns = [TurnSpan("assistant", 0, 1, finish_reason="stop")]
+        again = conversation_of(prompt_of(), None)
+        again.samples[:] = conversation.samples
+        await again.generate()
+        with pytest.raises(ReplayMismatch):
+            again.finish()
+
+    run_virtually(main())
+
+
+def test_a_turn_that_the_function_gives_up_leaves_no_tokens():
+    """It has a time limit of its own. Weights have changed during the turn, so that a part of it was there."""
+
+    async def impatient(conversation):
+        first = await conversation.generate(max_tokens=4)
+        extend = conversation._extend
+
+        async def half(sample, request):
+            await extend(sample, replace(request, end=request.start + 2))
+            await asyncio.sleep(60)
+
+        conversation._extend = half
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10):
+                await conversation.generate()
+        conversation.finish()
+        assert conversation.samples[0].response_tokens.tolist() == first.tokens.tolist()
+
+    talk(impatient)
 
 
 def test_partial_conversations_are_carried_over_to_the_next_step():
