@@ -1,6 +1,7 @@
 """Conversations: tokens are sampled or appended and never encoded again; interruptions change nothing."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -458,6 +459,31 @@ def test_partial_conversations_are_carried_over_to_the_next_step():
             assert_expected(group)
             mixed += len({span.version for s in group.samples for span in s.weight_spans}) > 1
     assert mixed  # some conversations began in one step and ended in the next
+
+
+@pytest.mark.parametrize("resume", ["turn", "restart"])
+def test_a_rollout_that_waits_for_its_grade_is_not_made_again_in_the_next_step(resume):
+    """Not even by a function that starts again after an interruption: it has returned."""
+    calls, graded = Counter(), Counter()
+
+    async def once(prompt, conversation, settings):
+        calls[prompt.id] += 1
+        turn = await conversation.generate(max_tokens=9)
+        conversation.reward(0.25)
+        assert turn.tokens.tolist() == conversation.samples[0].response_tokens.tolist()
+
+    async def slow(prompt, sample):
+        graded[prompt.id] += 1
+        await asyncio.sleep(1000 if prompt.id == "p0" and graded["p0"] <= 2 else 10)
+        return Grade(sample.index == 0, 1.0)
+
+    config = rollout(samples=2, longest=80, oversampling=2, order="completion", unfinished="continue")
+    batches, *_ = collect(
+        config, 2, engine=lambda: ConversationEngine(50), grade=slow, function=function_of(once, resume)
+    )
+    assert "p0" in {group.prompt.id for group in batches[1].groups} and graded["p0"] == 4
+    assert set(calls.values()) == {2} and "rollout/restarted" not in batches[1].metrics
+    assert all(sample.grade.score == 1.25 for batch in batches for sample in batch.samples)
 
 
 def test_a_function_that_does_something_else_when_it_is_called_again_starts_again():
