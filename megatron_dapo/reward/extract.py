@@ -23,7 +23,7 @@ _WRAPPERS = [
     for pattern in (
         r"\$\$([^$]*)\$\$", r"\$([^$]*)\$", r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"`+([^`]*)`+", r'"([^"]*)"',
         r"\\(?:boxed|fbox|framebox)\s?\{(.*)\}",
-        r"\\(?:text|textbf|mathbf|mathrm|mathit|textit|mbox|bm|boldsymbol|displaystyle|textstyle)\s?\{([^{}]*)\}",
+        r"\\(?:text|textbf|mathbf|mathrm|mathit|textit|mbox|bm|boldsymbol|displaystyle|textstyle|underline)\s?\{([^{}]*)\}",
     )
 ]  # fmt: skip
 _ONE_FORMULA = re.compile(r"([^$\d]*)(?<!\\)\$([^$]+)(?<!\\)\$([^$\d]*)")
