@@ -73,6 +73,11 @@ def test_aborted_turns_are_repeated_with_the_same_tokens():
     assert [p.responses for p in again.problems] == [p.responses for p in straight.problems]
 
 
+def test_an_engine_that_aborts_a_turn_again_and_again_ends_the_evaluation():
+    with pytest.raises(EvaluationError, match=r"aborted response \d to problem p\d 3 times"):
+        evaluated(aborts=[0.1, 0.3, 0.3])  # the others would be graded
+
+
 @pytest.mark.parametrize("names", ["p1", "p0 p1 p2"])
 def test_a_response_whose_function_raises_is_ungraded(names):
     """As in training, where its group fails: one tool that fails does not end a run."""
