@@ -107,9 +107,7 @@ def train(
     folder = Path(run_dir).expanduser().resolve()
     if {"trainer.run_dir", "trainer__run_dir"} & settings.keys():
         raise UserError("trainer.run_dir: give it as run_dir=, which is also where the results are read")
-    given = {"policy.model": str(model), "trainer.run_dir": str(folder)}
-    paths = [data] if isinstance(data, str | Path) else list(data)
-    given["data.path"] = str(paths[0]) if len(paths) == 1 else list(map(str, paths))  # type: ignore[assignment]
+    given = {"policy.model": str(model), "trainer.run_dir": str(folder), **_files("data", data)}
     plugins = {
         "reward.grader": reward, "algorithm.objective": objective, "rollout.generate": rollout,
         "rollout.group_filter": group_filter,
@@ -121,7 +119,7 @@ def train(
 
 def evaluate(
     model: str | Path,
-    data: str | Path,
+    data: str | Path | Sequence[str | Path],
     reward: Function | None = None,
     *,
     samples: int = 1,
@@ -130,14 +128,15 @@ def evaluate(
     **settings: Setting,
 ) -> dict[str, Any]:
     """Generates `samples` responses to every problem of `data` and grades them: avg@k, pass@k and maj@k, as in
-    `out`/results.json. The arguments are those of `train`."""
+    `out`/results.json; of several files, by their names. The arguments are those of `train`."""
     folder = Path(out).expanduser().resolve()
-    given: dict[str, Any] = {"evaluate.data.path": str(data), "policy.model": str(model), "evaluate.samples": samples}
-    given["evaluate.data.sources"] = []  # of the file
+    given = {"policy.model": str(model), "evaluate.samples": samples, **_files("evaluate.data", data)}
     file = _write(config, given | settings, {"reward.grader": reward}, folder)
     _command("eval", str(file), "--out", str(folder), folder=folder)
-    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return found
+    data_config = load_config(file).evaluate.data
+    names = data_config.files if data_config.sources else [""]
+    found = {name: json.loads((folder / name / "results.json").read_text()) for name in names}
+    return found if data_config.sources else dict(found[""])
 
 
 def convert(source: str | Path, destination: str | Path, **options: Any) -> Path:
@@ -155,6 +154,12 @@ def convert(source: str | Path, destination: str | Path, **options: Any) -> Path
 
 
 # ---- settings and functions ----
+
+
+def _files(section: str, data: str | Path | Sequence[str | Path]) -> dict[str, Any]:
+    """The settings of `section` for these files, instead of those of `config`."""
+    paths = [str(data)] if isinstance(data, str | Path) else list(map(str, data))
+    return {f"{section}.path": paths[0] if len(paths) == 1 else paths, f"{section}.sources": []}
 
 
 def _write(

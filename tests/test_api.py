@@ -125,6 +125,18 @@ def test_the_run_directory_is_run_dir(tmp_path, commands, monkeypatch):
             md.train("model", "a.jsonl", **{key: tmp_path / "other"})
 
 
+def test_data_replaces_that_of_the_file_and_several_benchmarks_have_a_result_each(tmp_path, commands):
+    file, out = tmp_path / "base.yaml", tmp_path / "out"
+    file.write_text("data: {sources: [{path: x}]}\nevaluate: {data: {sources: [{path: x}]}}\n")
+    md.train("model", "a.jsonl", run_dir=tmp_path / "run", config=file, dry_run=True)
+    assert list(load_config(tmp_path / "run/from_python.yaml").data.files) == ["a"]
+    for name in "ab":
+        (out / name).mkdir(parents=True)
+        (out / name / "results.json").write_text(f'{{"name": "{name}"}}')
+    found = md.evaluate("model", ["a.jsonl", tmp_path / "b.jsonl"], out=out, config=file)
+    assert found == {"a": {"name": "a"}, "b": {"name": "b"}}
+
+
 def test_a_function_is_not_copied_where_python_cannot_find_it(tmp_path, monkeypatch):
     monkeypatch.setattr(helper, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "helper", helper, raising=False)

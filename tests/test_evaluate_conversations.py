@@ -1,14 +1,14 @@
 """An evaluation with a rollout function: the same conversations as in training, repeated if the engine aborts them."""
 
 import asyncio
+import re
 
 import pytest
 from conversation_engine import TOKENIZER, ConversationEngine
 from simulation import run_virtually
 
 from megatron_dapo.config.data import EvalConfig
-from megatron_dapo.errors import EngineError
-from megatron_dapo.evaluation import evaluate_sets
+from megatron_dapo.evaluation import EvaluationError, evaluate_sets
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.types import Grade, Prompt, as_tokens
 
@@ -73,14 +73,30 @@ def test_aborted_turns_are_repeated_with_the_same_tokens():
     assert [p.responses for p in again.problems] == [p.responses for p in straight.problems]
 
 
-def test_a_function_that_raises_ends_the_evaluation():
+def test_an_engine_that_aborts_a_turn_again_and_again_ends_the_evaluation():
+    with pytest.raises(EvaluationError, match=r"aborted response \d to problem p\d 3 times"):
+        evaluated(aborts=[0.1, 0.3, 0.3])  # the others would be graded
+
+
+@pytest.mark.parametrize("names", ["p1", "p0 p1 p2"])
+def test_a_response_whose_function_raises_is_ungraded(names):
+    """As in training, where its group fails: one tool that fails does not end a run."""
+
     async def main():
         function = RolloutFunction("python:test.broken", broken, {}, TOKENIZER)
         config = EvalConfig(samples=2, max_response_tokens=30)
-        await evaluate_sets(ConversationEngine(), {"": PROMPTS}, LastTurns(), config, seed=0, function=function)
+        return await evaluate_sets(ConversationEngine(), {"": PROMPTS}, LastTurns(), config, seed=0, function=function)
 
     async def broken(prompt, conversation, settings):
-        raise ValueError("no board")
+        await conversation.generate(max_tokens=4)
+        if prompt.id in names:
+            raise ValueError("no board")
 
-    with pytest.raises(EngineError, match=r"python:test\.broken raised ValueError at .*: no board"):
-        run_virtually(main())
+    message = r"python:test\.broken raised ValueError at .*: no board"
+    if names == "p1":
+        result = run_virtually(main()).results[""]
+        assert (result.avg, result.ungraded, result.unusable) == (1.0, 2, 1)
+        assert all(re.search(message, response.reason) and response.text for response in result.problems[1].responses)
+    else:
+        with pytest.raises(EvaluationError, match=message):
+            run_virtually(main())

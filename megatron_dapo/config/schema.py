@@ -396,9 +396,14 @@ def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None 
     _check_linear_attention(policy, shape)
     _check_experts(policy, shape)
     _check_exact_kernels(policy, shape)
-    if max_tokens is not None and max_tokens > shape.max_positions:
+    if max_tokens is not None:
+        _check_positions(shape, "rollout", max_tokens)
+
+
+def _check_positions(shape: ModelShape, section: str, tokens: int) -> None:
+    if tokens > shape.max_positions:
         raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens is {max_tokens}, but the model has "
+            f"rollout.max_prompt_tokens + {section}.max_response_tokens is {tokens}, but the model has "
             f"{shape.max_positions} positions (max_position_embeddings): lower one of them"
         )
 
@@ -576,6 +581,9 @@ def check_config(config: Config, world_size: int | None = None, shape: ModelShap
     if shape.head == "value":
         raise ConfigError(f"policy.model: {config.policy.model} is a value model; it can be critic.model")
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    if config.evaluate.data.files:  # servers refuse longer requests
+        evaluated = config.rollout.max_prompt_tokens + (config.evaluate.max_response_tokens or 0)
+        _check_positions(shape, "evaluate", evaluated)
     if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
         raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")
     if shape.dense_layers and config.rollout.engine == "sglang":

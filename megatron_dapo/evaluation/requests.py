@@ -17,7 +17,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.evaluation.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
 from megatron_dapo.reward.combined import readable
 from megatron_dapo.rollout.agents.conversation import Conversation
-from megatron_dapo.rollout.agents.functions import RolloutFunction
+from megatron_dapo.rollout.agents.functions import RolloutFunction, RolloutFunctionError
 from megatron_dapo.rollout.generation import TurnRequest, append_completion
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, as_logprobs, as_tokens
 
@@ -153,7 +153,12 @@ class _Requests:
             prompt, samples, self._extend, self._function.tokenizer,
             max_response_tokens=longest, stop=stop, name=name,
         )  # fmt: skip
-        return samples, await self._function(conversation)
+        try:
+            return samples, await self._function(conversation)
+        except RolloutFunctionError as error:
+            if isinstance(error.__cause__, EvaluationError):
+                raise error.__cause__ from None
+            return samples, Grade(None, 0.0, reason=str(error))
 
     async def _extend(self, sample: Sample, request: TurnRequest) -> bool:
         """Generates a response or a turn. Repeats one that the engine aborts by itself; the seed makes it the same."""

@@ -171,7 +171,7 @@ def summarise(problems: list[ProblemResult], config: EvalConfig, seed: int, seco
     if not usable:
         raise EvaluationError(
             f"none of {len(problems) * config.samples} responses could be graded; the first was "
-            f"{problems[0].responses[0].reason!r}: check the reward section"
+            f"{problems[0].responses[0].reason!r}: check the reward section and rollout.generate"
         )
     responses = [r for p in problems for r in p.responses]
     accuracies = [p.accuracy for p in usable]

@@ -43,7 +43,7 @@ _SHORT_UNITS = re.compile(
     r"(?i)\s?(?:[ghlms]|[ap]\.?m|cc|cm|cup|day|dm|eur|ft|hrs?|in|k[gjmw]|lbs?|m[gilms]|min|mph|nd|oz|rd|sec|sq|st|th|usd|yd|"
     r"yr)|\s(?:[a-z]{3}|an?|at|by|cu|db|ha|hz|kn|mo|of|on|pa|pt|qt|rs|us|wk|[gkmt]b)"
 )
-_DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°)$")
+_DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°\s?[CF]?)$")
 # Words that change the value or join two answers: a number followed by one of them is not a number with a unit.
 _NOT_UNITS = re.compile(
     rf"(?i){CHANGE_VALUE}|half|quarter|score|pair|pi\b|sqrt|log|ln\b|sin|cos|tan|frac|choose|infinity|multiplied|"
@@ -61,6 +61,8 @@ _SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
 _ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?(?:[eE][+-]?\d{1,3})?")
 _TIME_OF_DAY = re.compile(r"[\d:.,~\\\s]+(?:(?:text|mathrm)\s?\{)?\s?([ap])\.?m\b[^-+*/^]*")
 _IN_BASE = re.compile(r"(?:\w+\s*=\s*)?[\da-f.]+_\{?(\d+)\}?")  # 101_2
+_IN_BRACKETS = re.compile(r"\([^()]*\)|\{[^{}]*\}")
+_NO_EQUATION = re.compile(r"[,;<>≤≥≠]|[!:]$|\\(?:n(?:e|eq|ot)|not|[lg]eq?)\b|\b(?:and|or|not)\b")
 LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
@@ -104,7 +106,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
 def equivalent(reference: str, answer: str) -> tuple[bool, str]:
     """What math-verify says about the two as LaTeX. Takes unbounded time: call it only in a process with limits."""
     reference, answer = _with_signs(reference), _with_signs(answer)
-    expected, found = _parse(_latex(reference)), _parse(_latex(answer))
+    expected, found = _read(reference), _read(answer)
     if not expected:
         return False, "the reference cannot be read as mathematics, and the text differs"
     if not found:
@@ -118,6 +120,7 @@ def equivalent(reference: str, answer: str) -> tuple[bool, str]:
 def _with_signs(text: str) -> str:
     """A leading dash or `minus` as a minus sign; `2½` and `0.\\overline{3}` as fractions; `x²` with `^`."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{normalize('NFKC', found[0])}}}".replace("−", "-"), text)
+    text = re.sub(r"(?<=\w)~(?=\D)", " ", text)
     return _REPEATING.sub(_repeating, _SMALL_FRACTION.sub(_mixed, _SIGN.sub(r"\1-", text)))
 
 
@@ -218,6 +221,7 @@ def _latex(text: str) -> str:
     if percent and (value := number(percent[1])) is not None:  # math-verify divides by the denominator in percent
         text = f"{float(value):.12f}%"
     text = re.sub(r"(?<!\\)%", r"\\%", text).replace("π", r"\pi ").replace("×", r"\times ")
+    text = text.replace("∞", r"\infty ").replace(r"\varnothing", "∅")
     text = re.sub(r"√\s?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![\\A-Za-z])(pi|sqrt)\b", r"\\\1 ", text).replace("**", "^")
@@ -228,6 +232,15 @@ def _latex(text: str) -> str:
         alone = number(before) or (before[-1].isspace() and not re.search(r"(?<![\\A-Za-z])[A-Za-z]", before))
         text = text if _SHORT_UNITS.fullmatch(end[0]) and (len(end[0]) > 1 or alone) else f"{before}{{{end[0]}}}"
     return re.sub(r"(?<=\d)\s+(?:cm|mm|km|m|ft|in|units?)\s?(?:\^\{?[23]\}?)?$", "", text)
+
+
+def _read(text: str) -> list[Any]:
+    """As mathematics; of an equation whose left side is none, such as `P(\\text{heads}) = 1/2`, the right side."""
+    found, (left, _, right) = _parse(_latex(text)), text.rpartition("=")
+    closed = all(right.count(pair[0]) == right.count(pair[1]) for pair in ("()", "[]", "{}"))
+    if found or "=" not in text or not closed or right[:1] == ">" or _NO_EQUATION.search(_IN_BRACKETS.sub("", left)):
+        return found
+    return _parse(_latex(right))
 
 
 def _parse(latex: str) -> list[Any]:

@@ -6,7 +6,9 @@ control characters, Markdown and math delimiters are removed from the result.
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from functools import lru_cache
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>")
@@ -23,7 +25,7 @@ _WRAPPERS = [
     for pattern in (
         r"\$\$([^$]*)\$\$", r"\$([^$]*)\$", r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"`+([^`]*)`+", r'"([^"]*)"',
         r"\\(?:boxed|fbox|framebox)\s?\{(.*)\}",
-        r"\\(?:text|textbf|mathbf|mathrm|mathit|textit|mbox|bm|boldsymbol|displaystyle|textstyle)\s?\{([^{}]*)\}",
+        r"\\(?:text|textbf|mathbf|mathrm|mathit|textit|mbox|bm|boldsymbol|displaystyle|textstyle|underline)\s?\{([^{}]*)\}",
     )
 ]  # fmt: skip
 _ONE_FORMULA = re.compile(r"([^$\d]*)(?<!\\)\$([^$]+)(?<!\\)\$([^$\d]*)")
@@ -54,7 +56,10 @@ def final_answer(response: str) -> str | None:
 
 @lru_cache(maxsize=65536)
 def reference_answer(answer: str) -> str:
-    """A data set's answer, cleaned; of a solution with a box, what is in the box. Cached for a prompt's samples."""
+    """A data set's answer, cleaned; of a solution with a box, what is in the box; of a JSON list of one text, as verl's
+    files may have it, the text. Cached for a prompt's samples."""
+    with suppress(ValueError):
+        (answer,) = json.loads(answer) if answer.startswith('["') else [answer]
     text = _visible(answer)
     box = _last_boxes(text)
     return clean(text if box is None else box[1])

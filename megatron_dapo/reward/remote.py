@@ -313,6 +313,7 @@ _GRADE_SCHEMA = {
 _RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "grade", "strict": True, "schema": _GRADE_SCHEMA}}
 _UNSUPPORTED = (400, 404, 415, 422, 501)  # how servers refuse `response_format`
 _QUOTED_PART = re.compile(r"""`[^`]*`|"[^"]*"|'[^']*'|“[^”]*”|«[^»]*»""")
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')  # JSON's, or a backslash as in \sqrt
 LONGEST_VERDICT = 2**16  # characters at the end of a reply that are searched for the score
 MOST_OBJECTS = 64  # beginnings of a JSON object that are tried
 
@@ -390,8 +391,8 @@ class Judge(RemoteGrader):
 
 def _own_score(reply: str, number: str) -> float | None:
     """Of the last JSON object whose id is `number`."""
-    reply = reply[-LONGEST_VERDICT:]
-    decoder = json.JSONDecoder(object_pairs_hook=_without_repetition)
+    reply = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", reply[-LONGEST_VERDICT:])
+    decoder = json.JSONDecoder(object_pairs_hook=_without_repetition, strict=False)  # line breaks in a text
     start = len(reply) if number in reply else -1
     for _ in range(MOST_OBJECTS):
         if start < 0 or (start := reply.rfind("{", 0, start)) < 0:

@@ -81,6 +81,7 @@ class GroupRunner:
     def _cancel_functions(self, ended: Callable[[PendingGroup], object]) -> None:
         for task, (pending, conversation) in self._conversations.items():
             if not conversation.generating and ended(pending):
+                conversation.interrupted = True
                 task.cancel()
 
     def _check_early(self, pending: PendingGroup) -> None:
@@ -105,13 +106,15 @@ class GroupRunner:
                 raise result
 
     async def _run_rollout(self, pending: PendingGroup, samples: list[Sample]) -> None:
-        conversation, grade = None, None
+        conversation, grade = pending.ungraded.pop(samples[0].index, None), None
         load = _EngineLoad(self)
         try:
             if self._function is None:
                 if samples[0].turns:  # of a rollout function that the configuration no longer names
                     self._restart(pending, samples)
                 complete = await self._generate(pending, samples[0])
+            elif conversation is not None and conversation.samples[0] is samples[0]:
+                complete = True
             else:
                 complete, conversation, grade = await self._converse(pending, samples, self._function, load)
         finally:
@@ -119,6 +122,7 @@ class GroupRunner:
         if not complete:
             return
         if grade is None and (grade := await self._graded(pending.group.prompt, samples[-1])) is None:
+            pending.ungraded[samples[0].index] = conversation
             return
         given, grade = grade, grade.checked()
         if conversation is not None:

@@ -38,6 +38,8 @@ class PendingGroup:
     step: int
     group: Group
     rejected: str | None = None  # why the filter rejects it although samples may be unfinished; not saved
+    # The conversations of rollouts whose function has returned and that have no grade yet, by index; not saved.
+    ungraded: dict[int, Any] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

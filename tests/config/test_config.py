@@ -200,8 +200,13 @@ def test_the_model_directory_is_checked(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json not found"):
         check_config(parse_config({"policy": {"model": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"max_position_embeddings": 4096}))
-    with pytest.raises(ConfigError, match="has 4096 positions"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_response_tokens is 22528, .* has 4096 positions"):
         check_config(parse_config({"policy": {"model": str(tmp_path)}}))
+    settings = {"policy": {"model": str(tmp_path)}, "rollout": {"max_prompt_tokens": 96, "max_response_tokens": 4000}}
+    longer = settings | {"evaluate": {"max_response_tokens": 4001, "data": {"path": "a.jsonl"}}}
+    check_config(parse_config(settings | {"evaluate": {"max_response_tokens": 4001}}))  # nothing is evaluated
+    with pytest.raises(ConfigError, match=r"evaluate\.max_response_tokens is 4097, .* has 4096 positions"):
+        check_config(parse_config(longer))
 
 
 def test_both_names_of_the_expert_count_are_read():

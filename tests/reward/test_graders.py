@@ -115,7 +115,7 @@ def test_variables_and_words_that_change_a_number_are_not(reference, answer):
 def test_a_reference_may_be_a_solution_with_a_box(name):
     """As in MATH, whose rows have `problem` and `solution`; and an invisible character is no part of an answer."""
     solution = r"First $3+4=7$, so $x = \boxed{7}$ in all 2 cases."
-    for reference in (solution, r"\boxed{7}", "\u200f7"):
+    for reference in (solution, r"\boxed{7}", "\u200f7", '["7"]', r'["\\boxed{7}"]'):
         assert grade(name, reference, "Answer: 7").correct is True
         assert grade(name, reference, "Answer: 2").correct is False
     assert grade(name, "Roots: " + r"$\boxed{3}$ and $\boxed{5}$.", "Answer: 3, 5").correct is True

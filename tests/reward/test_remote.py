@@ -243,6 +243,16 @@ def test_scores_are_on_the_configured_scale():
     assert metrics["reward/ungraded/by-grader"] == 5
 
 
+@pytest.mark.parametrize(
+    "reason", ["two\nlines", r"\sqrt{2} and \( x \)", r"\underline{2}", r"\\sqrt{2} \"so\" \u0041 \\"]
+)
+def test_a_judge_may_write_latex_and_line_breaks_as_they_are(reason):
+    """Without structured output, models do not escape them."""
+    judge = lambda body: chat(f'{{"reason": "{reason}", "score": 1, "id": "{id_of(body)}"}}')  # noqa: E731
+    grades, *_ = run_judge([judge])
+    assert grades[0].correct is True
+
+
 def test_the_last_line_counts_for_a_judge_with_a_form_of_its_own():
     texts = ["Score: 0\nScore: **1**", "Score: 1\n\n", "Score: 1\nI am not sure.", "> Score: 1", 'It says "Score: 1"']
     judges = [lambda body, text=text: chat(text) for text in texts]

@@ -74,6 +74,13 @@ def test_calls_in_qwens_format_get_their_results_as_messages():
     ]  # fmt: skip
 
 
+def test_calls_beyond_the_most_are_not_run_also_in_one_turn():
+    conversation, metrics = talk([call("calculator", '{"expression": "2+3"}') * 9, "done"], {"max_calls": 3})
+    assert metrics["tools/calls"] == 3
+    results = [message["content"] for message in conversation.messages[-10:-1]]
+    assert results == ["5"] * 3 + ["not run: there may be 3 tool calls"] * 6
+
+
 def test_a_limit_is_part_of_the_result_and_the_conversation_goes_on():
     code = '{"code": "print(7); x = bytearray(10**11)"}'
     conversation, metrics = talk([call("python", code), "done"], {})
@@ -85,7 +92,7 @@ def test_tool_calls_are_found_in_a_text():
     assert find_tool_calls("no call") == ("no call", [])
     text, calls = find_tool_calls("first " + call("add", '{"a": 1}'))
     assert (text, calls) == ("first", [ToolCall("add", {"a": 1})])
-    for bad in ("<tool_call>[1]</tool_call>", call("add", "3"), "<tool_call>{"):
+    for bad in ("<tool_call>[1]</tool_call>", call("add", "3"), "<tool_call>{", "<tool_call>" + "[" * 10**5):
         assert find_tool_calls(bad)[1][0].problem
 
 

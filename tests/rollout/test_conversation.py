@@ -1,6 +1,8 @@
 """Conversations: tokens are sampled or appended and never encoded again; interruptions change nothing."""
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +14,12 @@ from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.rollout.accounting import GroupEvents
-from megatron_dapo.rollout.agents.conversation import Conversation, turn_seed
+from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, turn_seed
 from megatron_dapo.rollout.agents.functions import RolloutFunction, load_rollout_function, rollout_function
 from megatron_dapo.rollout.generation import Generation, append_completion
 from megatron_dapo.rollout.pending_group import PendingGroup, new_samples
 from megatron_dapo.rollout.sampler import Sampler
-from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
+from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, TurnSpan, as_logprobs, as_tokens
 
 
 def encode(text):
@@ -383,6 +385,69 @@ def test_a_function_may_not_return_while_a_turn_is_generated():
     assert tasks and batch.metrics["rollout/groups_failed"] == 1 and "p1" not in {g.prompt.id for g in batch.groups}
 
 
+def swallow(error):
+    return Grade(False, -1.0)
+
+
+def fail(error):
+    raise ValueError("the agent's library wraps every error") from error
+
+
+@pytest.mark.parametrize("then", [swallow, fail])
+def test_a_function_that_catches_its_interruption_is_continued_like_others(then):
+    async def guarded(prompt, conversation, settings):
+        try:
+            return await guess_until_even(prompt, conversation, settings)
+        except BaseException as error:
+            return then(error)
+
+    config = rollout(samples=3, longest=80, oversampling=3.0, order="completion", unfinished="continue")
+    engine, steps = lambda: ConversationEngine(slots=30), 4
+    batches, *_ = collect(config, steps=steps, engine=engine, function=function_of(guarded, seconds=0))
+    assert any(batch.metrics["rollout/interrupted_share"] for batch in batches)
+    for batch in batches:
+        assert not batch.metrics.get("rollout/groups_failed")
+        for group in batch.groups:
+            assert_expected(group)
+
+
+def test_a_function_that_leaves_out_a_turn_it_had_begun_starts_again():
+    """It has a time limit, which has passed when it is called again."""
+
+    async def main():
+        conversation = conversation_of(prompt_of(), ConversationEngine(), room=12)
+        await conversation.generate()
+        conversation.samples[0].turns = [TurnSpan("assistant", 0, 1, finish_reason="stop")]
+        again = conversation_of(prompt_of(), None)
+        again.samples[:] = conversation.samples
+        await again.generate()
+        with pytest.raises(ReplayMismatch):
+            again.finish()
+
+    run_virtually(main())
+
+
+def test_a_turn_that_the_function_gives_up_leaves_no_tokens():
+    """It has a time limit of its own. Weights have changed during the turn, so that a part of it was there."""
+
+    async def impatient(conversation):
+        first = await conversation.generate(max_tokens=4)
+        extend = conversation._extend
+
+        async def half(sample, request):
+            await extend(sample, replace(request, end=request.start + 2))
+            await asyncio.sleep(60)
+
+        conversation._extend = half
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10):
+                await conversation.generate()
+        conversation.finish()
+        assert conversation.samples[0].response_tokens.tolist() == first.tokens.tolist()
+
+    talk(impatient)
+
+
 def test_partial_conversations_are_carried_over_to_the_next_step():
     config = rollout(samples=3, longest=80, oversampling=3.0, order="completion", unfinished="continue")
     batches, *_ = collect(
@@ -394,6 +459,31 @@ def test_partial_conversations_are_carried_over_to_the_next_step():
             assert_expected(group)
             mixed += len({span.version for s in group.samples for span in s.weight_spans}) > 1
     assert mixed  # some conversations began in one step and ended in the next
+
+
+@pytest.mark.parametrize("resume", ["turn", "restart"])
+def test_a_rollout_that_waits_for_its_grade_is_not_made_again_in_the_next_step(resume):
+    """Not even by a function that starts again after an interruption: it has returned."""
+    calls, graded = Counter(), Counter()
+
+    async def once(prompt, conversation, settings):
+        calls[prompt.id] += 1
+        turn = await conversation.generate(max_tokens=9)
+        conversation.reward(0.25)
+        assert turn.tokens.tolist() == conversation.samples[0].response_tokens.tolist()
+
+    async def slow(prompt, sample):
+        graded[prompt.id] += 1
+        await asyncio.sleep(1000 if prompt.id == "p0" and graded["p0"] <= 2 else 10)
+        return Grade(sample.index == 0, 1.0)
+
+    config = rollout(samples=2, longest=80, oversampling=2, order="completion", unfinished="continue")
+    batches, *_ = collect(
+        config, 2, engine=lambda: ConversationEngine(50), grade=slow, function=function_of(once, resume)
+    )
+    assert "p0" in {group.prompt.id for group in batches[1].groups} and graded["p0"] == 4
+    assert set(calls.values()) == {2} and "rollout/restarted" not in batches[1].metrics
+    assert all(sample.grade.score == 1.25 for batch in batches for sample in batch.samples)
 
 
 def test_a_function_that_does_something_else_when_it_is_called_again_starts_again():

@@ -12,6 +12,7 @@ continued.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_dapo import fault_points
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.generation import TurnRequest
+from megatron_dapo.rollout.generation import TurnRequest, shorten
 from megatron_dapo.types import ASSISTANT, FinishReason, LogProbs, Prompt, Sample, Tokens, TurnSpan, as_tokens, score_of
 
 Message = Mapping[str, Any]
@@ -33,7 +34,7 @@ Extend = Callable[[Sample, TurnRequest], Awaitable[bool]]  # generates a turn; F
 
 
 class RolloutInterrupted(BaseException):
-    """The engine was asked to stop in mid-conversation. Not an Exception: a rollout function must not catch it."""
+    """The engine was asked to stop in mid-conversation. Not an Exception: a rollout function need not catch it."""
 
 
 class ReplayMismatch(BaseException):
@@ -74,6 +75,7 @@ class Conversation:
         self.prompt = prompt
         self.samples = samples
         self.generating = False
+        self.interrupted = False
         self.invalid_reward = ""
         self._extend = extend
         self._tokenizer = tokenizer
@@ -201,10 +203,10 @@ class Conversation:
 
     def finish(self) -> None:
         """The function has returned: its last turn decides how all samples of the rollout ended."""
-        if self.replaying:
-            raise ReplayMismatch
         if self.generating:
             raise UserError("it returned while a turn was being generated")
+        if self.replaying or self._sample.length > self.length:  # without a turn that was generated in part
+            raise ReplayMismatch
         if not self._generated or any(not sample.length for sample in self.samples):
             raise UserError("it returned without generating a turn")
         part, index = self._generated[-1]
@@ -244,10 +246,14 @@ class Conversation:
         )
         sample.finish_reason, self.generating = FinishReason.ABORT, True
         try:
-            if not await self._extend(sample, request):
-                raise RolloutInterrupted
+            self.interrupted = not await self._extend(sample, request)
+        except asyncio.CancelledError:  # the function has given the turn up
+            shorten(sample, start)
+            raise
         finally:
             self.generating = False
+        if self.interrupted:
+            raise RolloutInterrupted
         span = TurnSpan(ASSISTANT, start, sample.length, time.monotonic() - began, sample.finish_reason.value)
         sample.turns.append(span)
         fault_points.reach("rollouts/after_turn")

@@ -72,11 +72,13 @@ class RolloutFunction:
             raise RolloutFunctionError(
                 f"rollout.generate: {self.name} raised {type(error).__name__}{where} on prompt {prompt.id!r}: {error}"
             ) from error
-        except BaseExceptionGroup as group:  # interrupted inside a task group
-            for kind in (RolloutInterrupted, ReplayMismatch):
-                if group.subgroup(kind):
-                    raise kind from None
+        except BaseExceptionGroup as group:  # raised inside a task group
+            if group.subgroup(ReplayMismatch):
+                raise ReplayMismatch from None
             raise
+        finally:
+            if conversation.interrupted:  # whatever the function made of it
+                raise RolloutInterrupted from None
         if returned is not None and not isinstance(returned, Grade):
             raise UserError(
                 f"rollout.generate: {self.name} must return a Grade or None, but returned {returned!r} on prompt "

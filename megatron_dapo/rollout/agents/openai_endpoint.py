@@ -288,7 +288,7 @@ async def openai_endpoint(conversation: Conversation) -> AsyncIterator[Rollout]:
         raise
     finally:
         server.end(rollout)
-    async with rollout.lock:  # the turn of a request that its client gave up is part of the rollout
-        pass
+        async with rollout.lock:  # the turn of a request that its client gave up is part of the rollout
+            pass
     if rollout.failure is not None:
         raise rollout.failure

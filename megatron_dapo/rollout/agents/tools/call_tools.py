@@ -45,7 +45,7 @@ def find_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 def _read(text: str) -> ToolCall:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall("", problem=f"the tool call is not JSON: {error}")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return ToolCall("", problem="the tool call needs a name")
@@ -119,16 +119,18 @@ async def _hermes(prompt: Prompt, conversation: Conversation, chosen: ToolSettin
         _, calls = find_tool_calls(turn.text)
         if turn.truncated or not calls or made >= chosen.max_calls:
             return
+        results = [await _call(call, number, prompt, chosen, sandbox) for number, call in enumerate(calls, made)]
         made += len(calls)
-        results = [await _call(call, prompt, chosen, sandbox) for call in calls]
         conversation.append_messages([{"role": "tool", "content": result} for result in results])
 
 
-async def _call(call: ToolCall, prompt: Prompt, chosen: ToolSettings, sandbox: Sandbox) -> str:
+async def _call(call: ToolCall, number: int, prompt: Prompt, chosen: ToolSettings, sandbox: Sandbox) -> str:
     if call.problem:
         return call.problem
     if call.name not in chosen.tools:
         return f"there is no tool {call.name!r}; there are {', '.join(chosen.tools)}"
+    if number >= chosen.max_calls:
+        return f"not run: there may be {chosen.max_calls} tool calls"
     given = call.arguments.get(ARGUMENTS[call.name])
     if given is None and len(call.arguments) == 1:
         given = next(iter(call.arguments.values()))
