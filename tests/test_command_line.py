@@ -51,7 +51,7 @@ def test_a_terminal_without_unicode_gets_escapes():
 
 
 DIFF = "config diff examples/quickstart/config.yaml"
-TABLE = "plan --model Qwen2.5-0.5B --gpus 1"  # printed by rich, which would end with 1
+TABLE = "plan --model Qwen2.5-0.5B --gpus 1 trainer.prompts_per_step=32"  # printed by rich, which would end with 1
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,8 @@ class ServerModel:
 
     @staticmethod
     def _alive(entry: tuple[int, int, Sequence]) -> bool:
-        end, admission, sequence = entry
-        return sequence.running and sequence.admission == admission and sequence.end == end
+        _, admission, sequence = entry
+        return sequence.running and sequence.admission == admission
 
     def run_until(self, time: float) -> list[Sequence]:
         """Advances to `time` and returns the sequences that ended, in order. Retracted ones wait in the queue again."""
@@ -228,7 +228,10 @@ class ServerModel:
             if self._count > 1 and self.context + self._count > self.kv_tokens:
                 self._retract()
             self._admit()
-        self._advance(time)
+            if ended and event == time:  # the next event is later: every decoding step takes time
+                return ended
+        if self.now < time:
+            self._advance(time)
         return ended
 
     def _advance(self, time: float) -> None:
@@ -277,7 +280,8 @@ class FleetModel:
         self.servers: list[ServerModel] = []
         self.now = 0.0
         self._waiting: deque[Sequence] = deque()
-        self._next: list[float | None] = []  # event of each server
+        self._next: list[float] = []  # event of each server; infinite: nothing runs
+        self._unknown: set[int] = set()  # servers that changed since their event was found
         self._costs: list[float] = []  # seconds of a step with one more sequence, relative; infinite: full or dead
         self._server_of: dict[int, int] = {}
         self._dead: set[int] = set()
@@ -287,7 +291,7 @@ class FleetModel:
     def join(self, server: ServerModel) -> None:
         server.now = self.now
         self.servers.append(server)
-        self._next.append(None)
+        self._next.append(math.inf)
         self._costs.append(0.0)
         self._changed(len(self.servers) - 1)
         self._dispatch()
@@ -329,7 +333,8 @@ class FleetModel:
                 return
             index = self._costs.index(cost)
             server, sequence = self.servers[index], self._waiting.popleft()
-            server.run_until(self.now)
+            if server.now < self.now:
+                server.run_until(self.now)
             self._server_of[id(sequence)] = index
             server.add(sequence)
             self._changed(index)
@@ -338,11 +343,16 @@ class FleetModel:
         server = self.servers[index]
         load = len(server)
         full = load >= server.max_running or index in self._dead
-        self._next[index] = server.next_event()
+        self._unknown.add(index)
         self._costs[index] = math.inf if full else (load + 1) * server.pace
 
     def next_event(self) -> float | None:
-        return min((event for event in self._next if event is not None), default=None)
+        for index in self._unknown:
+            event = self.servers[index].next_event()
+            self._next[index] = math.inf if event is None else event
+        self._unknown.clear()
+        event = min(self._next, default=math.inf)
+        return None if event == math.inf else event
 
     def run_until(self, time: float) -> list[tuple[float, Sequence]]:
         """Advances to `time`; the sequences that ended, with when they did."""

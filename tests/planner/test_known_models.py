@@ -25,6 +25,9 @@ def test_known_shapes_are_those_of_the_published_models():
     assert known_shape("Qwen9-1T") is None and known_shape("Qwen2.5-32B-mine") is None
 
 
+QUICK = ["trainer.prompts_per_step=32"]  # simulating the generation of 512 prompts takes seconds
+
+
 @pytest.mark.parametrize(
     "name", some([f"{at}Qwen2.5-32B" for at in ("", "Qwen/", "models/", "/data/")], "Qwen/Qwen2.5-32B")
 )
@@ -32,7 +35,7 @@ def test_plan_needs_no_directory(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert main(["plan", "--model", name, "--gpus", "128", "--json"]) == 0
+    assert main(["plan", "--model", name, "--gpus", "128", "--json", *QUICK]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["parameters"]["total"] == 32_763_876_352
     assert f"{name} is not here: the published config.json of that model is used" in said.err
@@ -43,6 +46,6 @@ def test_a_directory_of_that_name_is_read(tmp_path, monkeypatch, capsys):
     (tmp_path / "Qwen2.5-32B").mkdir()
     (tmp_path / "Qwen2.5-32B" / "config.json").write_text(json.dumps(small))
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--model", "Qwen2.5-32B", "--gpus", "8", "--json"]) == 0
+    assert main(["plan", "--model", "Qwen2.5-32B", "--gpus", "8", "--json", *QUICK]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["parameters"]["total"] == 494_032_768 and not said.err

@@ -261,7 +261,8 @@ def test_engine_gpus_are_those_of_the_job(model_dir, tmp_path, capsys):
         (["--engine-gpus", "16"], "disaggregated: 16 GPUs only serve, 112 only train"),
         (["--engine-gpus", "0"], "colocated"),
     ):
-        assert main(["plan", str(config), *words]) == 0
+        quick = "trainer.prompts_per_step=32"  # simulating the generation of 512 prompts takes seconds
+        assert main(["plan", str(config), *words, quick]) == 0
         assert expected in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(config), "--gpus", "48"]) == 2
     assert "48 of 48 GPUs would only run engines" in capsys.readouterr().err

@@ -66,4 +66,4 @@ def test_no_sample_is_lost_and_no_update_waits_for_a_dead_server(tmp_path, sizes
 
 
 def test_a_tool_that_takes_as_long_as_generating_keeps_the_engines_full(tmp_path):
-    assert run_virtually(tool_occupancy(tmp_path, 4.0)) > 0.9
+    assert run_virtually(tool_occupancy(tmp_path, 4.0, groups=64, max_running=32)) > 0.9

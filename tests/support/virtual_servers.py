@@ -289,7 +289,7 @@ async def grade(prompt: Prompt, sample: Sample) -> Grade:
     return Grade(sample.index % 2 == 0, float(sample.index % 2 == 0))
 
 
-async def tool_occupancy(folder: Path, tool_seconds: float, groups: int = 128) -> float:
+async def tool_occupancy(folder: Path, tool_seconds: float, groups: int = 128, max_running: int = 64) -> float:
     """Share of the slots with a request while batches are collected: two turns of about 4 s, and a tool after each."""
 
     async def converse(prompt: Prompt, conversation: Any, settings: Any) -> Grade:
@@ -302,6 +302,7 @@ async def tool_occupancy(folder: Path, tool_seconds: float, groups: int = 128) -
     texts = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
     function = RolloutFunction("converse", converse, {}, texts, "turn")
     options = {"samples_per_prompt": 16, "max_response_tokens": 4000, "sampler": {"unfinished": "continue"}}
+    options["servers"] = {"max_running": max_running}
     shares = []
     async with virtual_fleet(folder, 2, **options) as (_, engine):
         sampler = Sampler(engine, grade, next_prompt(), engine.config, groups_per_step=groups, function=function)
