@@ -8,12 +8,13 @@ from published_models import CONFIGS, published
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
-from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
 from megatron_dapo.planner.engine import fleet_of, memory_fraction, plan_engine
-from megatron_dapo.planner.hardware import GIB, PlanError
-from megatron_dapo.planner.plan import task_of
+from megatron_dapo.planner.hardware import GIB, Cluster, PlanError, find_gpu
+from megatron_dapo.planner.parameters import count_parameters
+from megatron_dapo.planner.plan import make_plan, task_of
 from megatron_dapo.planner.search import candidates, judge
 from megatron_dapo.planner.server_model import decode_model
+from megatron_dapo.planner.workload import Workload
 
 # The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
 PUBLISHED = {
