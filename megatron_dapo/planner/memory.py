@@ -298,14 +298,6 @@ def trainer_memory(
     return max(memories, key=lambda memory: memory.total)
 
 
-def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
-    """Weights, gradients and optimizer state of the first stage: less than it needs in all."""
-    held, trained = rank_parameters(shape, policy, 0).total, trained_parameters(shape, policy, 0)
-    size = 2 if policy.precision == "bf16" else 4
-    gradients = 4 if policy.gradient_reduction == "fp32" else 2
-    return size * held + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
-
-
 def library_bytes(world: int) -> float:
     """Of CUDA and NCCL. A trainer that shares its GPU with an engine cannot offload them."""
     return CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0)

@@ -18,7 +18,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.schema import divisors, stage_ends
 from megatron_dapo.planner.assumptions import FRAGMENTATION, FRAGMENTATION_BESIDE_ENGINE, MARGIN
 from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.memory import Layers, TrainerMemory, static_memory, trainer_memory
+from megatron_dapo.planner.memory import Layers, TrainerMemory, trainer_memory
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
 from megatron_dapo.planner.workload import Workload
 
@@ -176,7 +176,7 @@ def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
             bare = given.model_copy(update=layout)
             align = bare.pack_alignment
             longest = bare.model_copy(update={"micro_batch_tokens": -(-task.work.longest // align) * align})
-            if why_illegal(task, longest) is None and static_memory(shape, longest, task.world) < task.advised:
+            if why_illegal(task, longest) is None and memory_of(task, longest).static < task.advised:
                 for recompute in dict.fromkeys((given.recompute, "none", "full")):
                     yield from _with_budgets(task, bare, _recomputation(given, recompute))
 

@@ -186,6 +186,18 @@ def test_memory_measured_on_an_h200(model, policy, transport, servers, allocated
         assert memory.total / GIB == pytest.approx(total, rel=0.025)
 
 
+def test_layouts_beside_a_shared_base_are_found():
+    """The trainer computes with the server's base of 61 GiB, so the 28 GiB that the server leaves can be enough."""
+    weights = {"transport": "adapter"}
+    config = parse_config({
+        "policy": {"micro_batch_tokens": 16384, **LORA}, "trainer": {"ranks": 1},
+        "rollout": {"max_prompt_tokens": 512, "max_response_tokens": 768, "servers": SHARED_BASE, "weights": weights},
+    })  # fmt: skip
+    plan = make_plan(config, published("Qwen2.5-32B"), Cluster(find_gpu("h200"), 1), Workload.of(config))
+    assert not plan.fits
+    assert plan.changes and plan.ranking
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_critic_beside_the_policy_or_in_turns(offload):
     """Beside each other, each peak has the static parts of the other; the buffers of weight sync are there at both."""
