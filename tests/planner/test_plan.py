@@ -8,8 +8,9 @@ from published_models import CONFIGS, published
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
+from megatron_dapo.errors import UserError
 from megatron_dapo.planner.engine import fleet_of, memory_fraction, plan_engine
-from megatron_dapo.planner.hardware import GIB, Cluster, PlanError, find_gpu
+from megatron_dapo.planner.hardware import GIB, Cluster, find_gpu
 from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.plan import make_plan, task_of
 from megatron_dapo.planner.search import candidates, judge
@@ -240,13 +241,13 @@ def test_memory_fraction_is_read_from_the_arguments():
 
 
 def test_numbers_out_of_range_are_errors():
-    with pytest.raises(PlanError, match="did you mean 'h100'"):
+    with pytest.raises(UserError, match="did you mean 'h100'"):
         find_gpu("h1000")
-    with pytest.raises(PlanError, match="--engine-gpus"):
+    with pytest.raises(UserError, match="--engine-gpus"):
         Cluster(find_gpu("h100"), 8, 8, 8)
-    with pytest.raises(PlanError, match="--mean-response"):
+    with pytest.raises(UserError, match="--mean-response"):
         Workload.of(Config(), mean_response=99999)
-    with pytest.raises(PlanError, match="--mfu"):
+    with pytest.raises(UserError, match="--mfu"):
         make_plan(Config(), published("Qwen2.5-7B"), Cluster(find_gpu("h100"), 8), Workload.of(Config()), mfu=40)
 
 

@@ -28,7 +28,7 @@ from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import step_phases, task_of
 from megatron_dapo.planner.search import judge, why_illegal
 from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function, unit_of
-from megatron_dapo.planner.simulation.incidents import NONE, Incidents, SimulationError
+from megatron_dapo.planner.simulation.incidents import NONE, Incidents
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import StepBatch
@@ -282,10 +282,10 @@ def parse_sweep(texts: list[str]) -> dict[str, list[str]]:
     for text in texts:
         key, equals, values = text.partition("=")
         if not equals or not values:
-            raise SimulationError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
+            raise UserError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
         found[key] = values.split(",")
         if key == SPLIT and not all(value.strip().isdecimal() for value in found[key]):
-            raise SimulationError(f"--sweep {text}: expected numbers of GPUs, for example {SPLIT}=32,64")
+            raise UserError(f"--sweep {text}: expected numbers of GPUs, for example {SPLIT}=32,64")
     return found
 
 
@@ -309,23 +309,23 @@ def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
 def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Setting, int]:
     """What to simulate, and in how many equal parts the fleet was divided."""
     if config.rollout.engine != "sglang":
-        raise SimulationError(f"rollout.engine is {config.rollout.engine}: only SGLang servers are simulated")
+        raise UserError(f"rollout.engine is {config.rollout.engine}: only SGLang servers are simulated")
     work = Workload.of(config, **inputs.estimates)
     if inputs.run:
         work = from_run(inputs.run, work)
     task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     if reason := why_illegal(task, config.policy):
-        raise SimulationError(reason)
+        raise UserError(reason)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
     if not engine.fits or not engine.servers:
-        raise SimulationError(f"an engine of {engine.tensor_parallel} GPUs does not fit; see megatron-dapo plan")
+        raise UserError(f"an engine of {engine.tensor_parallel} GPUs does not fit; see megatron-dapo plan")
     fleet = fleet_of(task.shape, engine, config.rollout, cluster)
 
     def of_gpu(name: str) -> ServerKind:
         other = replace(cluster, gpu=find_gpu(name))
         there = plan_engine(task.shape, config.rollout, other, work, task.kept)
         if not there.fits:
-            raise SimulationError(f"--mixed: an engine of {there.tensor_parallel} GPUs does not fit on {name}")
+            raise UserError(f"--mixed: an engine of {there.tensor_parallel} GPUs does not fit on {name}")
         return ServerKind(1, fleet_of(task.shape, there, config.rollout, other).decode, there.kv_tokens)
 
     fleet = inputs.incidents.apply(fleet, of_gpu)
