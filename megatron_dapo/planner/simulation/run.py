@@ -185,46 +185,38 @@ class _Run:
         return self.setting.rollout.model_copy(update=changes)
 
     async def _collect_all(self) -> None:
+        first, last = self.setting.work.kept, self.setting.incidents.kept_end
         for step in range(self.count):
-            await self._wait_until_allowed(step)
-            self._set_yield(step)
+            async with self.trained:  # a batch may be collected `staleness` steps ahead of the trainer
+                while self.steps_trained < step - self.setting.staleness:
+                    await self.trained.wait()
+            if last is not None:
+                self.prompts.kept = first + (last - first) * step / max(1, self.count - 1)
             began = self.clock()
             batch = await self.sampler.collect(step)
             await self.batches.put((batch, self.clock() - began))
 
-    def _set_yield(self, step: int) -> None:
-        first, last = self.setting.work.kept, self.setting.incidents.kept_end
-        if last is not None:
-            self.prompts.kept = first + (last - first) * step / max(1, self.count - 1)
-
-    async def _wait_until_allowed(self, step: int) -> None:
-        """A batch may be collected `staleness` steps ahead of the trainer."""
-        async with self.trained:
-            await self.trained.wait_for(lambda: self.steps_trained >= step - self.setting.staleness)
-
     async def _train_all(self) -> None:
+        setting = self.setting
         for step in range(self.count):
-            await self._train(step)
+            batch, collecting = await self._timed("wait", self.batches.get())
+            version = self.engine.weight_version
+            await self._timed("train", asyncio.sleep(setting.training_seconds))
+            pauses = not setting.rollout.sends_adapters
+            await self._timed("sync", self.engine.update(step + 1, setting.sync_seconds, pauses=pauses))
+            self.result.steps.append(self._measured(step, batch, collecting, version))
+            async with self.trained:
+                self.steps_trained += 1
+                self.trained.notify_all()
+            if setting.critic_seconds and step + 1 < self.count:
+                await self._timed("critic", asyncio.sleep(setting.critic_seconds))
 
-    async def _train(self, step: int) -> None:
-        setting, began = self.setting, self.clock()
-        batch, collecting = await self.batches.get()
-        if self.clock() > began:
-            self.result.phases.append(Span("wait", began, self.clock()))
-        version, began = self.engine.weight_version, self.clock()
-        await asyncio.sleep(setting.training_seconds)
-        self.result.phases.append(Span("train", began, self.clock()))
+    async def _timed(self, phase: str, work: Coroutine[Any, Any, T]) -> T:
         began = self.clock()
-        await self.engine.update(step + 1, setting.sync_seconds, pauses=not setting.rollout.sends_adapters)
-        self.result.phases.append(Span("sync", began, self.clock()))
-        self.result.steps.append(self._measured(step, batch, collecting, version))
-        async with self.trained:
-            self.steps_trained += 1
-            self.trained.notify_all()
-        if setting.critic_seconds and step + 1 < self.count:
-            began = self.clock()
-            await asyncio.sleep(setting.critic_seconds)
-            self.result.phases.append(Span("critic", began, self.clock()))
+        found = await work
+        if self.clock() > began:
+            self.result.phases.append(Span(phase, began, self.clock()))
+        return found
 
     def _measured(self, step: int, batch: StepBatch, collecting: float, version: int) -> SimulatedStep:
         spans = [span for sample in batch.samples for span in sample.weight_spans]
