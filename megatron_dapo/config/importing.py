@@ -15,7 +15,7 @@ from typing import Any
 from megatron_dapo.config.algorithm import OBJECTIVE_DEFAULTS
 from megatron_dapo.config.base import ConfigError, admits, dump_yaml
 from megatron_dapo.config.data import file_label
-from megatron_dapo.config.load import annotation_of, parse_config
+from megatron_dapo.config.load import annotation_of, parse_config, set_value
 from megatron_dapo.config.megatron_fields import owner_of, reason_against
 from megatron_dapo.config.other_names import Row, Tool, plain, tools
 from megatron_dapo.config.schema import Config
@@ -414,11 +414,7 @@ def nested(settings: dict[str, Any]) -> dict[str, Any]:
     """Dotted keys as sections, in the order of the schema."""
     raw: dict[str, Any] = {name: {} for name in Config.model_fields}
     for key, value in settings.items():
-        *sections, name = key.split(".")
-        node = raw
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
+        set_value(raw, key, value)
     return {name: section for name, section in raw.items() if section}
 
 
