@@ -255,5 +255,5 @@ def _engine_json(engine: EnginePlan | None) -> dict[str, Any] | None:
 
 def _candidate_json(candidate: Candidate, world: int) -> dict[str, Any]:
     layout = {key: getattr(candidate.policy, key) for key in KEYS[:8]}
-    more = {"data_parallel": candidate.data_parallel(world), "bytes": candidate.fullest.total}
+    more = {"data_parallel": world // candidate.policy.model_ranks, "bytes": candidate.fullest.total}
     return layout | more | {"seconds": candidate.seconds}

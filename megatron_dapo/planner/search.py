@@ -91,9 +91,6 @@ class Candidate:
         """While the policy trains, or the critic."""
         return self.critic if self.critic and self.critic.total > self.memory.total else self.memory
 
-    def data_parallel(self, world: int) -> int:
-        return world // self.policy.model_ranks
-
     def changes(self, given: PolicyConfig) -> dict[str, Any]:
         """The settings, by dotted key, that turn `given` into this layout."""
         return {
