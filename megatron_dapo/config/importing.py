@@ -16,7 +16,7 @@ from megatron_dapo.config.algorithm import OBJECTIVE_DEFAULTS
 from megatron_dapo.config.base import ConfigError, admits, dump_yaml
 from megatron_dapo.config.data import file_label
 from megatron_dapo.config.load import annotation_of, parse_config, set_value
-from megatron_dapo.config.megatron_fields import owner_of, reason_against
+from megatron_dapo.config.megatron_fields import OWNED, REFUSED, found_in
 from megatron_dapo.config.other_names import Row, Tool, plain, tools
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.scripts import Script, read_script
@@ -336,7 +336,7 @@ def server_switch(value: Any, found: Imported, row: Row, key: str) -> Any:
 @unit
 def megatron_field(value: Any, found: Imported, row: Row, key: str) -> Any:
     name = key.rpartition(".")[2]
-    if why := reason_against(row.kind, name) or owner_of(row.kind, name):
+    if why := found_in(REFUSED[row.kind] | OWNED[row.kind], name):
         raise _FillInError(f"{name} is not an option of policy.megatron: {why}")
     return {f"{row.to}.{name}": value}
 

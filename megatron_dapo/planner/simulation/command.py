@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron_dapo.arguments import table_console
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import write_atomically
+from megatron_dapo.observe.timeline import trace_text
 from megatron_dapo.planner.simulation.incidents import Incidents
-from megatron_dapo.planner.simulation.report import print_variants, variant_json, write_trace
+from megatron_dapo.planner.simulation.report import events, print_variants, variant_json
 from megatron_dapo.planner.simulation.run import Inputs, parse_sweep, run_sweep
 
 
@@ -41,7 +43,8 @@ def run(
     if output:
         path = Path(output)
         try:
-            write_trace(variants, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, trace_text(events(variants)))
         except OSError as error:
             raise UserError(f"{path}: the trace cannot be written: {error}") from None
         print(path, file=sys.stderr if as_json else sys.stdout)

@@ -113,9 +113,8 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        first = (
-            self.steps[len(self.steps) - len(self.counted) - 1].ended if len(self.counted) < len(self.steps) else 0.0
-        )
+        skipped = len(self.steps) - len(self.counted)
+        first = self.steps[skipped - 1].ended if skipped else 0.0
         return (self.steps[-1].ended - first) / len(self.counted)
 
     @property
