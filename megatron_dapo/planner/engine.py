@@ -36,12 +36,8 @@ class EnginePlan:
         return max(0, int(self.kv_room / self.kv_per_token))
 
     @property
-    def kv_least(self) -> float:
-        """KV cache of one sequence of the maximum length, which an engine must hold."""
-        return self.longest * self.kv_per_token
-
-    @property
     def fits(self) -> bool:
+        """An engine must hold one sequence of the maximum length."""
         return self.kv_tokens >= self.longest
 
 

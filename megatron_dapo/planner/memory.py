@@ -24,7 +24,7 @@ from megatron_dapo.planner.parameters import (
     adapter_parameters,
     count_parameters,
     rank_parameters,
-    stage_layers,
+    stage_sizes,
     trained_parameters,
 )
 
@@ -293,7 +293,7 @@ def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:
     if policy.fp8.recipe == "none":
         return 0.0
     matrices = count_parameters(shape)
-    layers = stage_layers(shape, policy, stage) / shape.layers
+    layers = stage_sizes(shape, policy)[stage] / shape.layers
     parts = policy.expert_parallel * policy.expert_tensor_parallel
     return 2 * layers * (matrices.divided / policy.tensor_parallel + matrices.experts / parts)
 
@@ -327,7 +327,7 @@ def _passes(
     shape: ModelShape, policy: PolicyConfig, stage: int, micro_batches: int, layers: Layers
 ) -> tuple[float, float]:
     """Saved activations of all micro-batches in flight, and the working space of one layer."""
-    count = stage_layers(shape, policy, stage)
+    count = stage_sizes(shape, policy)[stage]
     flying = in_flight(policy, stage, micro_batches)
     one, work = sum(layer_saved(shape, policy, layers).values()), layer_work(shape, policy)
     if policy.recompute != "full":

@@ -355,7 +355,7 @@ class Planner:
             problems.append(
                 f"the engine at tensor parallel {serving.tensor_parallel} has {serving.kv_room / GIB:.1f} GiB for its "
                 f"KV cache beside {beside}{serving.weights / GIB:.1f} GiB of weights; one sequence of "
-                f"{serving.longest} tokens takes {serving.kv_least / GIB:.1f} GiB"
+                f"{serving.longest} tokens takes {serving.longest * serving.kv_per_token / GIB:.1f} GiB"
             )
         return problems
 

@@ -204,9 +204,10 @@ def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
         ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",
     )  # fmt: skip
     for mode in modes:
+        name = f"{mode.engine_gpus} GPUs serve" if mode.engine_gpus else "colocated"
         training = sum(mode.phases.get(name, 0.0) for name in TRAINING)
         table.add_row(
-            mode.name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
+            name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
             str(mode.server_tensor_parallel), str(mode.max_running), f"{mode.phases['generation']:,.0f} s",
             f"{training:,.0f} s", f"{mode.seconds:,.0f} s",
         )  # fmt: skip

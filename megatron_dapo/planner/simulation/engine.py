@@ -94,11 +94,6 @@ def rollout_function(tools: Tools) -> RolloutFunction | None:
     return RolloutFunction("tools", call_tools, {"tools": tools}, NoText(), "turn") if tools.seconds else None
 
 
-def unit_of(work: Workload) -> int:
-    """Tokens in a unit: 128 units make a mean response."""
-    return max(1, work.mean_response // 128)
-
-
 def from_run(directory: str, work: Workload) -> Workload:
     """`work` with the yield and the lengths that a run measured in its last steps."""
     run = load_run(Path(directory), Path(directory).name)

@@ -66,11 +66,6 @@ class Incidents:
             kept_end=kept_end,
         )
 
-    @property
-    def of_single_servers(self) -> bool:
-        """A part of the fleet cannot stand for all of it."""
-        return bool(self.slow or self.mixed or self.changes)
-
     def describe(self) -> str:
         parts = [f"{count} servers at {speed:g} × speed" for count, speed in self.slow]
         parts += [f"{count} servers on {name}" for count, name in self.mixed]

@@ -27,7 +27,7 @@ from megatron_dapo.planner.hardware import Cluster, cluster_of, find_gpu
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import step_phases, task_of
 from megatron_dapo.planner.search import judge, why_illegal
-from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function, unit_of
+from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function
 from megatron_dapo.planner.simulation.incidents import NONE, Incidents
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.sampler import Sampler
@@ -149,7 +149,7 @@ class _Run:
         self.count = steps
         self.seed = seed
         self.result = Simulation(setting)
-        self.unit = unit_of(setting.work)
+        self.unit = max(1, setting.work.mean_response // 128)  # tokens; a mean response has 128 units
 
     async def run(self) -> Simulation:
         setting = self.setting
@@ -325,7 +325,8 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     sync = seconds.pop("weight sync")
     staleness: int = 0 if cluster.colocated else config.rollout.max_staleness
     critic = 0.0 if staleness or cluster.colocated else seconds.pop("critic", 0.0)
-    parts = 1 if inputs.whole or inputs.incidents.of_single_servers else part_of(work, fleet)
+    events = inputs.incidents  # of single servers: a part of the fleet cannot stand for all of it
+    parts = 1 if inputs.whole or events.slow or events.mixed or events.changes else part_of(work, fleet)
     work = replace(work, prompts=work.prompts // parts)
     fleet = replace(fleet, servers=fleet.servers // parts)
     return Setting(config.rollout, work, fleet, sum(seconds.values()), sync, staleness, inputs.incidents, critic), parts
