@@ -22,6 +22,8 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.scripts import Script, read_script
 
 Entry = tuple[str, Any, str]  # their key, its value, and why
+# Keys of ours whose null is a value rather than a sign that nothing is to be written.
+TAKE_NULL = ("rollout.sampler.max_generation_batches", "algorithm.off_policy.opsm_delta")
 
 
 class _FillInError(Exception):
@@ -136,7 +138,7 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
         if text and not (row.unit in ("", "files") and _admits(row.to, str)):
             raise _FillInError(f"{value} is not a constant")
         if row.values and value in row.values:
-            ours = {} if (value := row.values[value]) is None and not _takes_null(row) else {row.to: value}
+            ours = {} if (value := row.values[value]) is None and row.to not in TAKE_NULL else {row.to: value}
         elif row.unit:
             result = UNITS[row.unit](value, found, row, key)
             ours = result if isinstance(result, dict) else {row.to: result}
@@ -167,11 +169,6 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
 
 def _admits(key: str, kind: type) -> bool:
     return admits(annotation_of(key.split(".")), kind)
-
-
-def _takes_null(row: Row) -> bool:
-    """Whether null is a value of our key rather than a sign that nothing is to be written."""
-    return row.to in ("rollout.sampler.max_generation_batches", "algorithm.off_policy.opsm_delta")
 
 
 def _enough_tokens(found: Imported) -> None:
