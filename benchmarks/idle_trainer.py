@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any, TypeVar
 
 from megatron_dapo.config import load_config
 from megatron_dapo.observe.timeline import Span
@@ -29,6 +31,7 @@ from megatron_dapo.planner.search import judge
 from megatron_dapo.planner.server_model import FleetModel, Sequence, ServerModel
 from megatron_dapo.planner.simulation.run import Inputs, Setting, Simulation, _Run, make_setting, run_virtually
 
+T = TypeVar("T")
 RECIPE = Path(__file__).resolve().parents[1] / "examples" / "qwen2.5_32b_fast" / "dapo.yaml"
 GOAL = 0.08  # of a step, from which it is worth building
 # Of an engine that takes its memory again, beside the transfer: 1.6 s for a colocated weight update of 1.5B on an H200,
@@ -65,15 +68,15 @@ class HelpedRun(_Run):
         self.helpers = helpers
         self.indices: list[int] = []
 
-    async def _train(self, step: int) -> None:
-        began = self.clock()
+    async def _timed(self, phase: str, work: Coroutine[Any, Any, T]) -> T:
+        return await super()._timed(phase, self._helped(work) if phase == "wait" else work)
+
+    async def _helped(self, wait: Coroutine[Any, Any, T]) -> T:
         if self.helpers is not None:
             await self._help(self.helpers)
         while self.batches.empty():
             await asyncio.sleep(POLL)
-        if self.clock() > began:
-            self.result.phases.append(Span("wait", began, self.clock()))
-        await super()._train(step)
+        return await wait
 
     async def _help(self, helpers: Helpers) -> None:
         """Until the batch is complete; a hand-over that has begun is finished."""

@@ -30,8 +30,8 @@ from shapes import QWEN_1_5B, QWEN_7B
 
 from megatron_dapo.config import Config, ModelShape, parse_config
 from megatron_dapo.config.load import apply_overrides
-from megatron_dapo.planner import count_parameters
 from megatron_dapo.planner.memory import Layers, TrainerMemory, trainer_memory
+from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.megatron.options import has_transformer_engine
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown

@@ -31,7 +31,7 @@ from shapes import QWEN_1_5B, QWEN_7B, QWEN_30B_A3B_LAYERS
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.config.load import apply_overrides
-from megatron_dapo.planner import count_parameters
+from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.megatron.options import has_transformer_engine
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown

@@ -9,7 +9,6 @@ Each folder's `__init__.py` lists its modules; docs/architecture.md explains how
 - `types`                  prompts, samples, groups, batches: what travels between folders
 - `errors`                 `UserError`, which the command line prints without a traceback
 - `plugins`                `python:module.name` in a configuration
-- `tables`                 the width of printed tables
 - `files`                  atomic writes, safetensors headers
 - `batch_invariant`        the bits of a token's result do not depend on the batch: trainer and engine agree exactly
 - `fault_points`           named points where tests kill a run

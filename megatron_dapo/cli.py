@@ -689,7 +689,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 def _add_doctor(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.doctor import run
+        from megatron_dapo.doctor.command import run
 
         return run(args.config, args.set, args.as_json, args.timeout, args.only)
 

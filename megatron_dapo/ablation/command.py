@@ -7,6 +7,7 @@ results are table.json and ablation.html, made of whatever has finished.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,13 +37,21 @@ def run_ablation(
     discard: bool = False,
 ) -> int:
     """Trains what is missing and writes the results. 0 if every run has finished, else 1."""
-    tasks = {task_folder(file, config_files, out): file for file in config_files}
+    several = len(config_files) > 1  # each has a folder in `out`
+    tasks = {out / Path(file).stem if several else out: file for file in config_files}
     if len(tasks) < len(config_files):
         raise UserError(f"expected files with different names, found {', '.join(config_files)}")
     configs = {task: _checked(file, settings) for task, file in tasks.items()}
     planned = plan(tasks, configs, settings, design, seeds)
-    console = table_console()
-    outcomes = run_jobs(planned, jobs, _Progress(console, len(planned)), minutes=minutes, discard=discard)
+    console, numbers = table_console(), itertools.count(1)
+
+    def report(outcome: Outcome) -> None:
+        number = next(numbers)
+        if not outcome.skipped:
+            text = f"FAILED, {outcome.problem}" if outcome.problem else f"{outcome.seconds:.0f} s"
+            console.print(f"[{number}/{len(planned)}] {outcome.job}: {text}", highlight=False, markup=False)
+
+    outcomes = run_jobs(planned, jobs, report, minutes=minutes, discard=discard)
     for task, config in configs.items():
         _write_results(task, config, design, seeds, console)
     return _summarise(outcomes, console)
@@ -65,11 +74,6 @@ def plan(
     return [job for _, job in sorted(found, key=lambda item: item[0])]
 
 
-def task_folder(file: str, config_files: Sequence[str], out: Path) -> Path:
-    """`out` itself for one configuration; several have a folder each in it."""
-    return out if len(config_files) == 1 else out / Path(file).stem
-
-
 def _checked(file: str, settings: Sequence[str]) -> Config:
     config = load_config(file, settings)
     if not config.evaluate.data.files or not config.evaluate.every:
@@ -80,22 +84,6 @@ def _checked(file: str, settings: Sequence[str]) -> Config:
             f"({config.algorithm.clip_low:g}): otherwise there is no clip-higher to switch off"
         )
     return config
-
-
-class _Progress:
-    """One line per run that ended here."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self._console = console
-        self._total = total
-        self._done = 0
-
-    def __call__(self, outcome: Outcome) -> None:
-        self._done += 1
-        if outcome.skipped:
-            return
-        text = f"FAILED, {outcome.problem}" if outcome.problem else f"{outcome.seconds:.0f} s"
-        self._console.print(f"[{self._done}/{self._total}] {outcome.job}: {text}", highlight=False, markup=False)
 
 
 def _write_results(task: Path, config: Config, design: Design, seeds: int, console: Console) -> None:

@@ -6,14 +6,24 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, TokenId
 
 BUILT_IN_TEMPLATES = ("dapo", "plain", "chat", "dapo+chat")
 METRIC_NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
+
+
+def _known_template(template: str) -> str:
+    if template not in BUILT_IN_TEMPLATES and "{question}" not in template:
+        known = ", ".join(BUILT_IN_TEMPLATES)
+        raise ValueError(f"{template!r} is neither one of {known} nor a text with {{question}} in it")
+    return template
+
+
+Template = Annotated[str, AfterValidator(_known_template)]
 
 
 class PromptFileConfig(Section):
@@ -30,7 +40,7 @@ class PromptFileConfig(Section):
         description="Configuration of a hub dataset, e.g. main of openai/gsm8k, or of a folder (. is its top); "
         "null: the only one there is.",
     )
-    template: str = Field(
+    template: Template = Field(
         "dapo",
         description="dapo: the published text. plain: the question alone. chat: the question in the tokenizer's chat "
         "template. dapo+chat: the published text in the chat template, as the 32B run did. Or a text with "
@@ -76,11 +86,6 @@ class PromptFileConfig(Section):
             raise ValueError("path is a list and sources is not empty: list all files under one of them")
         return {**raw, "path": "", "sources": [{"path": path} for path in paths]}
 
-    @model_validator(mode="after")
-    def _consistent(self) -> PromptFileConfig:
-        _check_template(self.template)
-        return self
-
 
 def has_file_ending(path: str) -> bool:
     """As `aime.jsonl` has; a dataset of the hub may have a dot in its name, as AI-MO/NuminaMath-1.5."""
@@ -102,7 +107,7 @@ class SourceConfig(Section):
     name: str = Field("", description="Its name in metrics; empty: the file name without its ending.")
     split: str | None = Field(None, description="As data.split.")
     configuration: str | None = Field(None, description="As data.configuration.")
-    template: str | None = Field(None, description="As data.template.")
+    template: Template | None = Field(None, description="As data.template.")
     system: str | None = Field(None, description="As data.system.")
     question_column: str | None = Field(None, description="As data.question_column.")
     answer_column: str | None = Field(None, description="As data.answer_column.")
@@ -114,8 +119,6 @@ class SourceConfig(Section):
     def _complete(self) -> SourceConfig:
         if not self.path:
             raise ValueError("path is empty: name a jsonl or parquet file")
-        if self.template is not None:
-            _check_template(self.template)
         if self.name and not METRIC_NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} becomes part of metric names: use letters, digits and . _ + - only")
         return self
@@ -175,14 +178,6 @@ class DataConfig(PromptFilesConfig):
     @property
     def weights(self) -> dict[str, float]:
         return {source.label: source.weight for source in self.sources}
-
-
-def _check_template(template: str) -> None:
-    if template not in BUILT_IN_TEMPLATES and "{question}" not in template:
-        raise ValueError(
-            f"template {template!r} is neither one of {', '.join(BUILT_IN_TEMPLATES)} nor a text with "
-            "{question} in it"
-        )
 
 
 LOCAL_GRADERS = ("math", "dapo", "exact")

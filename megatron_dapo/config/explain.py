@@ -94,11 +94,8 @@ def type_text(annotation: Any) -> str:
 
 def limits_text(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "multiple_of": "multiple of"}
-    found = []
-    for limit in field.metadata:
-        found += [
-            f"{sign} {getattr(limit, name)}" for name, sign in signs.items() if getattr(limit, name, None) is not None
-        ]
+    limits = [(sign, getattr(limit, name, None)) for limit in field.metadata for name, sign in signs.items()]
+    found = [f"{sign} {value}" for sign, value in limits if value is not None]
     return f", {', '.join(found)}" if found else ""
 
 

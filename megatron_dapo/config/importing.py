@@ -15,13 +15,15 @@ from typing import Any
 from megatron_dapo.config.algorithm import OBJECTIVE_DEFAULTS
 from megatron_dapo.config.base import ConfigError, admits, dump_yaml
 from megatron_dapo.config.data import file_label
-from megatron_dapo.config.load import annotation_of, parse_config
-from megatron_dapo.config.megatron_fields import owner_of, reason_against
+from megatron_dapo.config.load import annotation_of, parse_config, set_value
+from megatron_dapo.config.megatron_fields import OWNED, REFUSED, found_in
 from megatron_dapo.config.other_names import Row, Tool, plain, tools
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.scripts import Script, read_script
 
 Entry = tuple[str, Any, str]  # their key, its value, and why
+# Keys of ours whose null is a value rather than a sign that nothing is to be written.
+TAKE_NULL = ("rollout.sampler.max_generation_batches", "algorithm.off_policy.opsm_delta")
 
 
 class _FillInError(Exception):
@@ -136,7 +138,7 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
         if text and not (row.unit in ("", "files") and _admits(row.to, str)):
             raise _FillInError(f"{value} is not a constant")
         if row.values and value in row.values:
-            ours = {} if (value := row.values[value]) is None and not _takes_null(row) else {row.to: value}
+            ours = {} if (value := row.values[value]) is None and row.to not in TAKE_NULL else {row.to: value}
         elif row.unit:
             result = UNITS[row.unit](value, found, row, key)
             ours = result if isinstance(result, dict) else {row.to: result}
@@ -167,11 +169,6 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
 
 def _admits(key: str, kind: type) -> bool:
     return admits(annotation_of(key.split(".")), kind)
-
-
-def _takes_null(row: Row) -> bool:
-    """Whether null is a value of our key rather than a sign that nothing is to be written."""
-    return row.to in ("rollout.sampler.max_generation_batches", "algorithm.off_policy.opsm_delta")
 
 
 def _enough_tokens(found: Imported) -> None:
@@ -336,7 +333,7 @@ def server_switch(value: Any, found: Imported, row: Row, key: str) -> Any:
 @unit
 def megatron_field(value: Any, found: Imported, row: Row, key: str) -> Any:
     name = key.rpartition(".")[2]
-    if why := reason_against(row.kind, name) or owner_of(row.kind, name):
+    if why := found_in(REFUSED[row.kind] | OWNED[row.kind], name):
         raise _FillInError(f"{name} is not an option of policy.megatron: {why}")
     return {f"{row.to}.{name}": value}
 
@@ -414,11 +411,7 @@ def nested(settings: dict[str, Any]) -> dict[str, Any]:
     """Dotted keys as sections, in the order of the schema."""
     raw: dict[str, Any] = {name: {} for name in Config.model_fields}
     for key, value in settings.items():
-        *sections, name = key.split(".")
-        node = raw
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
+        set_value(raw, key, value)
     return {name: section for name, section in raw.items() if section}
 
 

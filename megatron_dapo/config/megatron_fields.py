@@ -132,15 +132,6 @@ REFUSED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def owner_of(kind: str, field: str) -> str | None:
-    """Our key that sets this field of Megatron-Core; None when no key does."""
-    return _first_match(OWNED[kind], field)
-
-
-def reason_against(kind: str, field: str) -> str | None:
-    """Why this field of Megatron-Core cannot be used here; None when it can."""
-    return _first_match(REFUSED[kind], field)
-
-
-def _first_match(patterns: dict[str, str], field: str) -> str | None:
+def found_in(patterns: dict[str, str], field: str) -> str | None:
+    """The key or reason in a table of OWNED or REFUSED for this field of Megatron-Core."""
     return next((found for pattern, found in patterns.items() if fnmatchcase(field, pattern)), None)

@@ -214,7 +214,7 @@ class ModelShape:
         read.check_layer_types(layers)
         read.check_heads(hidden, heads, head_dim)
         experts = read.experts(layers) if family.moe else {}
-        return cls(
+        found = cls(
             architecture=family.model_type,
             layers=layers,
             hidden=hidden,
@@ -237,10 +237,8 @@ class ModelShape:
             zero_centred_norms=family.zero_centred_norms,
             prefix=family.prefix,
             carried=family.carried,
-        )._with_head(config)
-
-    def _with_head(self, config: dict[str, Any]) -> ModelShape:
-        return self.as_value_model() if str(architecture_of(config)).endswith(VALUE_CLASSES) else self
+        )
+        return found.as_value_model() if str(architecture_of(config)).endswith(VALUE_CLASSES) else found
 
     def as_value_model(self) -> ModelShape:
         """The same layers with a value head."""

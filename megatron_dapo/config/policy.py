@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import PathText, Section
-from megatron_dapo.config.megatron_fields import OWNED, owner_of, reason_against
+from megatron_dapo.config.megatron_fields import OWNED, REFUSED, found_in
 
 HEAD_LOGITS_BYTES = 1200 << 20  # 4096 tokens of a 152 k vocabulary in bf16
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
@@ -30,7 +30,7 @@ class MegatronOptions(Section):
     def _fields(self) -> MegatronOptions:
         for kind in OWNED:
             for field in getattr(self, kind):
-                owner, why = owner_of(kind, field), reason_against(kind, field)
+                owner, why = found_in(OWNED[kind], field), found_in(REFUSED[kind], field)
                 if owner:
                     to_do = "remove it" if owner.startswith("this trainer") else "remove it, and set that instead"
                     raise ValueError(f"{kind}.{field} is set by {owner}; {to_do}")

@@ -463,23 +463,17 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
     if stages is None or any(count % vpp for count in stages):
         given = [f"{n} {c}" for n in ("first_stage_layers", "last_stage_layers") if (c := getattr(policy, n))]
         product = f"policy.pipeline_parallel × virtual_pipeline is {pp} × {vpp} = {pp * vpp}"
+        ends = stage_ends(shape.layers, pp, vpp)
+        uneven = f", or set policy.first_stage_layers={ends[0]} and policy.last_stage_layers={ends[1]}" if ends else ""
         raise ConfigError(
             f"{product}{', with ' + ' and '.join(given) if given else ''}, but the model has {shape.layers} layers: "
-            f"{_stage_advice(shape.layers, pp, vpp)}"
+            f"choose a product among {_divisors(shape.layers)}{uneven}"
         )
     if policy.recompute_layers is not None and policy.recompute_layers > max(stages) // vpp:
         raise ConfigError(
             f"policy.recompute_layers is {policy.recompute_layers}, but a model chunk has {max(stages) // vpp} layers: "
             "lower it, or remove it to recompute all"
         )
-
-
-def _stage_advice(layers: int, pp: int, vpp: int) -> str:
-    even = f"choose a product among {_divisors(layers)}"
-    ends = stage_ends(layers, pp, vpp)
-    if ends is None:
-        return even
-    return f"{even}, or set policy.first_stage_layers={ends[0]} and policy.last_stage_layers={ends[1]}"
 
 
 def stage_ends(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:

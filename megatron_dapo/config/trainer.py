@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from megatron_dapo.config.base import PathText, Section
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _name_of_variable(name: str) -> str:
+    if not NAME.fullmatch(name):  # it may be the URL itself, which is a secret
+        raise ValueError("expected the name of an environment variable; put the URL itself into one")
+    return name
+
+
+Variable = Annotated[str, AfterValidator(_name_of_variable)]
 
 
 class CheckpointConfig(Section):
@@ -139,7 +150,7 @@ class ObserveConfig(Section):
         50, ge=0, description="Write a timeline to traces/ every N steps, for ui.perfetto.dev; 0: never."
     )
     warnings: bool = Field(True, description="Warn about unhealthy metrics and name likely causes (docs/diagnosis.md).")
-    webhook_env: str | None = Field(
+    webhook_env: Variable | None = Field(
         None,
         description="Environment variable with a URL; every warning is posted to it as a JSON object with `text`, "
         "`run`, `step` and `rule`, and so is an end other than finished.",
@@ -159,11 +170,6 @@ class ObserveConfig(Section):
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = Field(False, description="Event files in logs/tensorboard; needs the extra `tensorboard`.")
 
-    @field_validator("webhook_env", mode="after")
-    @classmethod
-    def _webhook(cls, value: str | None) -> str | None:
-        return _check_variable(value)
-
     @model_validator(mode="after")
     def _steps_in_order(self) -> ObserveConfig:
         steps = self.profile_steps
@@ -174,7 +180,6 @@ class ObserveConfig(Section):
 
 # What sbatch --time takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 TIME = re.compile(r"(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that the batch script assigns: a value from `environment` would be lost.
 ASSIGNED = """
 ASKED ATTEMPT CODE CONTAINER ENGINES GROUP IFS JOB_BEFORE LOGS MASTER_ADDR MASTER_PORT NODES PROBES RESTARTS ROUTER
@@ -183,6 +188,12 @@ began file index line name node option saved start text used
 """
 SCRIPT_VARIABLES = frozenset(ASSIGNED.split())
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def check_not_ours(name: str) -> str:
+    if name in SCRIPT_VARIABLES or re.fullmatch(r"GROUP_\d", name):
+        raise ValueError(f"{name} is a variable of the batch script: use another name")
+    return name
 
 
 class SlurmConfig(Section):
@@ -263,7 +274,7 @@ class SlurmConfig(Section):
     mail_type: str = Field(
         "END,FAIL,TIME_LIMIT", description="Events that Slurm reports to mail_user, as sbatch takes them."
     )
-    webhook_env: str | None = Field(
+    webhook_env: Annotated[Variable, AfterValidator(check_not_ours)] | None = Field(
         None,
         description="Environment variable with a URL; when the job ends for good, the script posts a JSON object with "
         "`text` to it.",
@@ -335,12 +346,6 @@ class SlurmConfig(Section):
             check_not_ours(name)
         return value
 
-    @field_validator("webhook_env", mode="after")
-    @classmethod
-    def _webhook(cls, value: str | None) -> str | None:
-        check_not_ours(value or "")
-        return _check_variable(value)
-
     @model_validator(mode="after")
     def _nodes(self) -> SlurmConfig:
         if self.engine_nodes >= self.nodes:
@@ -375,17 +380,6 @@ class SlurmConfig(Section):
     @property
     def ranks(self) -> int:
         return self.trainer_nodes * self.ranks_per_node
-
-
-def _check_variable(name: str | None) -> str | None:
-    if name is not None and not NAME.fullmatch(name):  # it may be the URL itself, which is a secret
-        raise ValueError("expected the name of an environment variable; put the URL itself into one")
-    return name
-
-
-def check_not_ours(name: str) -> None:
-    if name in SCRIPT_VARIABLES or re.fullmatch(r"GROUP_\d", name):
-        raise ValueError(f"{name} is a variable of the batch script: use another name")
 
 
 def _texts(value: Any) -> list[str]:

@@ -10,8 +10,3 @@
 
 Torch is imported in child processes that the checks start, and in this one only to load a model's tokenizer.
 """
-
-from megatron_dapo.doctor.check import Check, Probe, examine
-from megatron_dapo.doctor.command import run
-
-__all__ = ["Check", "Probe", "examine", "run"]

@@ -25,10 +25,6 @@ INDENT = 21
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-class DoctorError(UserError):
-    """`--only` names a check that does not exist."""
-
-
 def probes(config: Config, named: bool) -> list[Probe]:
     """All checks for this configuration; `named` says whether the user gave one (defaults name no model)."""
     run_dir = Path(config.trainer.run_dir)
@@ -117,7 +113,7 @@ def _choose(found: list[Probe], only: str | None) -> list[Probe]:
     known = [probe.name for probe in found]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise DoctorError(f"--only: no check is called {', '.join(unknown)}; there are {', '.join(known)}")
+        raise UserError(f"--only: no check is called {', '.join(unknown)}; there are {', '.join(known)}")
     return [probe for probe in found if probe.name in names]
 
 

@@ -56,7 +56,12 @@ def check_job(job: Job, shape: ModelShape | None = None) -> ModelShape:
     if "%" in str(job.run_dir):
         raise ConfigError(f"trainer.run_dir is {job.run_dir}: Slurm replaces % in names of logs; choose another name")
     shape = check_run(config, config.slurm.ranks, shape)
-    _check_time(config)
+    slurm = config.slurm
+    if slurm.signal_seconds >= seconds_of(slurm.time):
+        raise ConfigError(
+            f"slurm.signal_seconds is {slurm.signal_seconds}, but the time limit is {slurm.time}: the run would be "
+            "asked to save as soon as it starts; raise slurm.time or lower slurm.signal_seconds"
+        )
     _check_engines(job)
     _check_environment_file(config)
     if job.seeds and len(job.components) > 1:
@@ -83,15 +88,6 @@ def _check_environment_file(config: Config) -> None:
             check_not_ours(line.partition("=")[0])
         except ValueError as error:
             raise ConfigError(f"slurm.environment_file: line {number} of {path}: {error}") from None
-
-
-def _check_time(config: Config) -> None:
-    slurm = config.slurm
-    if slurm.signal_seconds >= seconds_of(slurm.time):
-        raise ConfigError(
-            f"slurm.signal_seconds is {slurm.signal_seconds}, but the time limit is {slurm.time}: the run would be "
-            "asked to save as soon as it starts; raise slurm.time or lower slurm.signal_seconds"
-        )
 
 
 def _check_engines(job: Job) -> None:
@@ -162,14 +158,13 @@ def partitions(ask: Ask = ask) -> list[str]:
 
 def check_cluster(config: Config, names: list[str]) -> None:
     """Every partition exists, or the cluster has a default one."""
-    known = ", ".join(name.rstrip("*") for name in names) or "none"
-    wanted = config.slurm.partition
-    if wanted is None and not any(name.endswith("*") for name in names):
+    there = [name.rstrip("*") for name in names]
+    known = ", ".join(there) or "none"
+    if config.slurm.partition is None and not any(name.endswith("*") for name in names):
         raise ConfigError(f"slurm.partition is empty and the cluster has no default partition: choose one of {known}")
-    slurm = config.slurm
     for key in ("partition", "engine_partition", "head_partition"):
-        wanted = getattr(slurm, key)
-        missing = [name for name in (wanted or "").split(",") if name and name not in {n.rstrip("*") for n in names}]
+        wanted = getattr(config.slurm, key) or ""
+        missing = [name for name in wanted.split(",") if name and name not in there]
         if missing:
             raise ConfigError(f"slurm.{key}: this cluster has no partition {missing[0]}; it has: {known}")
 
@@ -221,9 +216,7 @@ def run_slurm(
     machine if it is a published one."""
     config, elsewhere = _locate_model(config, dry_run)
     run_dir = Path(config.trainer.run_dir).resolve()
-    job = Job(
-        config, run_dir, Path.cwd(), chained=chain > 1, excluded=slow_nodes(run_dir), seeds=tuple(seeds)
-    )  # fmt: skip
+    job = Job(config, run_dir, Path.cwd(), chained=chain > 1, excluded=slow_nodes(run_dir), seeds=tuple(seeds))
     shape = check_job(job, elsewhere)
     absent = ""
     try:

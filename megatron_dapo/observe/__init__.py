@@ -12,8 +12,3 @@
 - `report`        report.html (`page/`)
 - `watch`         the report as a live page, `megatron-dapo watch`; /metrics for Prometheus
 """
-
-from megatron_dapo.observe.metrics_file import is_wall_clock
-from megatron_dapo.observe.observer import NullObserver, Observer, Phase
-
-__all__ = ["NullObserver", "Observer", "Phase", "is_wall_clock"]

@@ -158,14 +158,10 @@ def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:
             shown.update(names)
             figures.append(_figure(spec, names, runs))
         sections[title] = [figure for figure in figures if any(figure.runs)]
-    rest = [name for name in known if not _is_shown(name, shown)]
-    others = [_figure(_single(name), {name: name}, runs) for name in rest]
+    shown |= {f"{name}{end}" for name in shown for end in ("_low", "_high")} | {"time/step"}
+    others = [_figure(_single(name), {name: name}, runs) for name in known if name not in shown]
     sections["All other metrics"] = [figure for figure in others if any(figure.runs)]
     return {title: figures for title, figures in sections.items() if figures}
-
-
-def _is_shown(name: str, shown: set[str]) -> bool:
-    return name in shown or name.removesuffix("_low").removesuffix("_high") in shown or name == "time/step"
 
 
 def _single(name: str) -> Figure:

@@ -236,7 +236,7 @@ def _cached_config(path: Path, changed: int) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
 
 

@@ -64,9 +64,12 @@ def write_trace(run_dir: Path, step: int, trace: Trace) -> Path:
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step}.json"
-    text = json.dumps({"traceEvents": list(events(trace)), "displayTimeUnit": "ms"}, separators=(",", ":"))
-    write_atomically(path, text, fsync=False)
+    write_atomically(path, trace_text(events(trace)), fsync=False)
     return path
+
+
+def trace_text(found: Iterable[dict[str, Any]]) -> str:
+    return json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
 def events(trace: Trace) -> Iterable[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron_dapo.config import ModelShape
@@ -13,7 +14,6 @@ from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.server_model import decode_model, kv_bytes
 from megatron_dapo.planner.workload import Workload
 
-FRACTION = "--mem-fraction-static"  # of the card, for weights and KV cache
 DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 
 
@@ -36,12 +36,8 @@ class EnginePlan:
         return max(0, int(self.kv_room / self.kv_per_token))
 
     @property
-    def kv_least(self) -> float:
-        """KV cache of one sequence of the maximum length, which an engine must hold."""
-        return self.longest * self.kv_per_token
-
-    @property
     def fits(self) -> bool:
+        """An engine must hold one sequence of the maximum length."""
         return self.kv_tokens >= self.longest
 
 
@@ -86,15 +82,8 @@ def hands_over(rollout: RolloutConfig) -> bool:
 
 def memory_fraction(arguments: list[str]) -> float:
     """`--mem-fraction-static X` among the server's arguments, as two items or with an equals sign."""
-    for i, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == FRACTION:
-            text = value if equals else (arguments[i + 1] if i + 1 < len(arguments) else "")
-            try:
-                return float(text)
-            except ValueError:
-                return DEFAULT_FRACTION
-    return DEFAULT_FRACTION
+    found = re.search(r"(?:^| )--mem-fraction-static[ =](\d*\.?\d+(?:e-?\d+)?)(?= |$)", " ".join(arguments))
+    return float(found[1]) if found else DEFAULT_FRACTION
 
 
 def fleet_of(shape: ModelShape, engine: EnginePlan, rollout: RolloutConfig, cluster: Cluster) -> Fleet:

@@ -10,10 +10,6 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.planner.assumptions import GIB
 
 
-class PlanError(UserError):
-    """Wrong or missing input of `plan`; the message says what to change."""
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
     name: str
@@ -60,7 +56,7 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
     if key not in GPUS:
         near = difflib.get_close_matches(key, GPUS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise PlanError(f"--gpu: unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; name one that is like it")
+        raise UserError(f"--gpu: unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; name one that is like it")
     gpu = GPUS[key]
     return gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
 
@@ -76,9 +72,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
-            raise PlanError(f"--gpus is {self.gpus}: at least one GPU is needed")
+            raise UserError(f"--gpus is {self.gpus}: at least one GPU is needed")
         if not 0 <= self.engine_gpus < self.gpus:
-            raise PlanError(
+            raise UserError(
                 f"{self.engine_gpus} of {self.gpus} GPUs would only run engines (--engine-gpus, or else "
                 "slurm.engine_nodes × GPUs per node), which leaves none for the trainer; 0 means that engines and "
                 "trainer share all GPUs"

@@ -24,7 +24,7 @@ from megatron_dapo.planner.parameters import (
     adapter_parameters,
     count_parameters,
     rank_parameters,
-    stage_layers,
+    stage_sizes,
     trained_parameters,
 )
 
@@ -70,26 +70,15 @@ class Sizes:
 
 def layer_saved(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict[str, float]:
     """Bytes that one layer saves for the backward pass of one micro-batch, by module, without full recomputation."""
-    saved = _saved_without_recompute(shape, policy, layers)
-    for module, part, size in _recomputed(shape, policy, layers):
-        if policy.recompute == "selective" and module in policy.recompute_modules:
-            saved[part] -= size
-    return saved
-
-
-def layer_recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> float:
-    """Bytes that exist for one layer at a time, because its backward pass recomputes them (selective)."""
-    all_of_it = _saved_without_recompute(shape, policy, layers)
-    return sum(all_of_it.values()) - sum(layer_saved(shape, policy, layers).values())
-
-
-def _saved_without_recompute(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict[str, float]:
     s = Sizes.of(shape, policy)
-    return {
+    saved = {
         "norms": 2 * s.ts * s.hidden * (s.bytes + s.linear_bytes),  # input and output of each
         "attention": _mixers(shape, policy, s, layers),
         "mlp": _mean(shape, _experts(shape, policy, s), s.t * s.ffn * (2 * s.bytes + s.linear_bytes)),
     }
+    for part, size in _recomputed(shape, policy, layers):
+        saved[part] -= size
+    return saved
 
 
 def _mean(shape: ModelShape, moe: float, dense: float = 0.0) -> float:
@@ -97,25 +86,27 @@ def _mean(shape: ModelShape, moe: float, dense: float = 0.0) -> float:
     return (shape.moe_layers * moe + (shape.layers - shape.moe_layers) * dense) / shape.layers
 
 
-def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list[tuple[str, str, float]]:
-    """(module, part of the layer, bytes that it does not save when it is recomputed).
+def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list[tuple[str, float]]:
+    """(part of the layer, bytes that it does not save) of each module in selective recomputation.
 
     Transformer Engine's dense layers have their norms inside the linear layers: `layernorm` does not recompute them,
     and `mlp` recomputes the second one. Its MoE layers have a norm of their own before the experts.
     """
+    if policy.recompute != "selective":
+        return []
     s = Sizes.of(shape, policy)
     output = s.ts * s.hidden * s.linear_bytes  # of one norm
-    found = [("core_attn", "attention", s.t * s.heads * 4.0)]  # the statistics of its softmax
     separate_norms = 2 if layers == "local" else _mean(shape, 1.0)
-    found.append(("layernorm", "norms", separate_norms * output))
-    found.append(("moe", "mlp", _mean(shape, _experts(shape, policy, s))))
-    if "moe" not in policy.recompute_modules:
-        activation = _routed(shape, policy, s) * s.expert_ffn * s.linear_bytes  # fc2's input
-        found.append(("moe_act", "mlp", _mean(shape, activation)))
-    found.append(("mlp", "mlp", _mean(shape, 0.0, s.t * s.ffn * (2 * s.bytes + s.linear_bytes))))
-    if layers == "te":
-        found.append(("mlp", "norms", _mean(shape, 0.0, output)))
-    return found
+    activation = _routed(shape, policy, s) * s.expert_ffn * s.linear_bytes  # fc2's input
+    found = [
+        ("core_attn", "attention", s.t * s.heads * 4.0),  # the statistics of its softmax
+        ("layernorm", "norms", separate_norms * output),
+        ("moe", "mlp", _mean(shape, _experts(shape, policy, s))),
+        ("moe_act", "mlp", 0.0 if "moe" in policy.recompute_modules else _mean(shape, activation)),
+        ("mlp", "mlp", _mean(shape, 0.0, s.t * s.ffn * (2 * s.bytes + s.linear_bytes))),
+        ("mlp", "norms", _mean(shape, 0.0, output) if layers == "te" else 0.0),
+    ]
+    return [(part, size) for module, part, size in found if module in policy.recompute_modules]
 
 
 def _mixers(shape: ModelShape, policy: PolicyConfig, s: Sizes, layers: Layers) -> float:
@@ -158,12 +149,6 @@ def _experts(shape: ModelShape, policy: PolicyConfig, s: Sizes) -> float:
     each = (s.hidden + s.expert_ffn) * s.linear_bytes + 2 * s.expert_ffn * s.bytes
     shared = s.t * shape.shared_ffn_hidden / policy.tensor_parallel * (2 * s.bytes + s.linear_bytes)
     return _routed(shape, policy, s) * each + s.ts * shape.experts * 4 * 2 + shared
-
-
-def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:
-    """Bytes per layer under full recomputation, which saves only the layer's input."""
-    s = Sizes.of(shape, policy)
-    return s.ts * s.hidden * s.bytes
 
 
 def layer_work(shape: ModelShape, policy: PolicyConfig) -> float:
@@ -298,14 +283,6 @@ def trainer_memory(
     return max(memories, key=lambda memory: memory.total)
 
 
-def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
-    """Weights, gradients and optimizer state of the first stage: less than it needs in all."""
-    held, trained = rank_parameters(shape, policy, 0).total, trained_parameters(shape, policy, 0)
-    size = 2 if policy.precision == "bf16" else 4
-    gradients = 4 if policy.gradient_reduction == "fp32" else 2
-    return size * held + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
-
-
 def library_bytes(world: int) -> float:
     """Of CUDA and NCCL. A trainer that shares its GPU with an engine cannot offload them."""
     return CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0)
@@ -316,7 +293,7 @@ def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:
     if policy.fp8.recipe == "none":
         return 0.0
     matrices = count_parameters(shape)
-    layers = stage_layers(shape, policy, stage) / shape.layers
+    layers = stage_sizes(shape, policy)[stage] / shape.layers
     parts = policy.expert_parallel * policy.expert_tensor_parallel
     return 2 * layers * (matrices.divided / policy.tensor_parallel + matrices.experts / parts)
 
@@ -350,10 +327,12 @@ def _passes(
     shape: ModelShape, policy: PolicyConfig, stage: int, micro_batches: int, layers: Layers
 ) -> tuple[float, float]:
     """Saved activations of all micro-batches in flight, and the working space of one layer."""
-    count = stage_layers(shape, policy, stage)
+    count = stage_sizes(shape, policy)[stage]
     flying = in_flight(policy, stage, micro_batches)
     one, work = sum(layer_saved(shape, policy, layers).values()), layer_work(shape, policy)
     if policy.recompute != "full":
-        return flying * count * one, work + layer_recomputed(shape, policy, layers)
+        return flying * count * one, work + sum(size for _, size in _recomputed(shape, policy, layers))
     again = count if policy.recompute_layers is None else min(count, policy.recompute_layers * policy.virtual_pipeline)
-    return flying * (again * checkpoint_saved(shape, policy) + (count - again) * one), one + work
+    s = Sizes.of(shape, policy)
+    layer_input = s.ts * s.hidden * s.bytes
+    return flying * (again * layer_input + (count - again) * one), one + work

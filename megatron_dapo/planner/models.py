@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.config.load import local_model
-from megatron_dapo.planner.hardware import PlanError
+from megatron_dapo.errors import UserError
 
 
 def known_shape(name: str) -> ModelShape | None:
@@ -33,7 +33,7 @@ def _configs() -> dict[str, dict[str, object]]:
 
 def model_shape(name: str, key: str = "policy.model") -> ModelShape:
     if not name:
-        raise PlanError("no model is named: set policy.model, for example --set policy.model=Qwen2.5-32B")
+        raise UserError("no model is named: set policy.model, for example --set policy.model=Qwen2.5-32B")
     try:
         directory = local_model(name, weights=False)
         found = Path(directory).is_dir()
@@ -44,7 +44,7 @@ def model_shape(name: str, key: str = "policy.model") -> ModelShape:
     if found:
         return ModelShape.from_dir(directory)
     if (shape := known_shape(name)) is None:
-        raise PlanError(
+        raise UserError(
             f"{key}: {name} is not a directory; expected one with the model's config.json "
             "(the weights are not read), a name on the hub, or a published Qwen, for example --model Qwen2.5-32B"
         )

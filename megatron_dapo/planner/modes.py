@@ -35,10 +35,6 @@ class Mode:
     phases: dict[str, float]
     seconds: float
 
-    @property
-    def name(self) -> str:
-        return "colocated" if not self.engine_gpus else f"{self.engine_gpus} GPUs serve"
-
 
 def compare_modes(
     config: Config, shape: ModelShape, cluster: Cluster, work: Workload, mfu: float, layers: Layers

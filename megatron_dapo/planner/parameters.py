@@ -115,16 +115,16 @@ class RankParameters:
         return self.dense + self.experts
 
 
-def stage_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
-    """Layers of a pipeline stage."""
-    stages = policy.stage_layers(shape.layers)
-    return stages[stage] if stages else -(-shape.layers // policy.pipeline_parallel)
+def stage_sizes(shape: ModelShape, policy: PolicyConfig) -> list[int]:
+    """Layers of each pipeline stage."""
+    pp = policy.pipeline_parallel
+    return policy.stage_layers(shape.layers) or [-(-shape.layers // pp)] * pp
 
 
 def _held_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> frozenset[int]:
     """The layers of a pipeline stage. With virtual stages, a stage has a part of each round."""
-    rounds, pp = policy.virtual_pipeline, policy.pipeline_parallel
-    sizes = [count // rounds for count in policy.stage_layers(shape.layers) or [-(-shape.layers // pp)] * pp]
+    rounds = policy.virtual_pipeline
+    sizes = [count // rounds for count in stage_sizes(shape, policy)]
     starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(rounds)]
     return frozenset(start + i for start in starts for i in range(sizes[stage]))
 

@@ -10,11 +10,12 @@ from typing import Any
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.errors import UserError
 from megatron_dapo.planner import assumptions, engine, timing
 from megatron_dapo.planner.assumptions import DEFAULT_MFU, ENGINE_OVERHEAD_BYTES, HOST_BYTES_PER_SECOND
 from megatron_dapo.planner.engine import EnginePlan, fleet_of, hands_over, memory_fraction, plan_engine
 from megatron_dapo.planner.generation import Generation, generate
-from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
+from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.memory import Layers, TrainerMemory, library_bytes, stage_memory
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.parameters import Parameters, count_parameters, rows_in_hf_order
@@ -213,7 +214,7 @@ def make_plan(
 ) -> Plan:
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit; what is set stays."""
     if not 0 < mfu <= 1:
-        raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
+        raise UserError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
     planner = Planner(config, task_of(config, shape, cluster, work, mfu, layers))
     found = list(candidates(planner.task, config.policy))
     reason = None if choose else planner.why_not()
@@ -354,7 +355,7 @@ class Planner:
             problems.append(
                 f"the engine at tensor parallel {serving.tensor_parallel} has {serving.kv_room / GIB:.1f} GiB for its "
                 f"KV cache beside {beside}{serving.weights / GIB:.1f} GiB of weights; one sequence of "
-                f"{serving.longest} tokens takes {serving.kv_least / GIB:.1f} GiB"
+                f"{serving.longest} tokens takes {serving.longest * serving.kv_per_token / GIB:.1f} GiB"
             )
         return problems
 
@@ -368,7 +369,7 @@ def task_of(
         critic = CriticTask(own.as_value_model(), config.critic)
     shared = 2.0 * rows_in_hf_order(shape) if config.rollout.shares_base else 0.0
     if shared and (cluster.gpus > 1 or not cluster.colocated):
-        raise PlanError("rollout.servers.share_base is for trainer and server on one GPU: plan it with --gpus 1")
+        raise UserError("rollout.servers.share_base is for trainer and server on one GPU: plan it with --gpus 1")
     residue, kept = shared_gpu(config, cluster)
     buffers = (
         0.0

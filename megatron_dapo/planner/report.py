@@ -204,9 +204,10 @@ def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
         ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",
     )  # fmt: skip
     for mode in modes:
+        name = f"{mode.engine_gpus} GPUs serve" if mode.engine_gpus else "colocated"
         training = sum(mode.phases.get(name, 0.0) for name in TRAINING)
         table.add_row(
-            mode.name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
+            name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
             str(mode.server_tensor_parallel), str(mode.max_running), f"{mode.phases['generation']:,.0f} s",
             f"{training:,.0f} s", f"{mode.seconds:,.0f} s",
         )  # fmt: skip
@@ -255,5 +256,5 @@ def _engine_json(engine: EnginePlan | None) -> dict[str, Any] | None:
 
 def _candidate_json(candidate: Candidate, world: int) -> dict[str, Any]:
     layout = {key: getattr(candidate.policy, key) for key in KEYS[:8]}
-    more = {"data_parallel": candidate.data_parallel(world), "bytes": candidate.fullest.total}
+    more = {"data_parallel": world // candidate.policy.model_ranks, "bytes": candidate.fullest.total}
     return layout | more | {"seconds": candidate.seconds}

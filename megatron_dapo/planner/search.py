@@ -18,7 +18,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.schema import divisors, stage_ends
 from megatron_dapo.planner.assumptions import FRAGMENTATION, FRAGMENTATION_BESIDE_ENGINE, MARGIN
 from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.memory import Layers, TrainerMemory, static_memory, trainer_memory
+from megatron_dapo.planner.memory import Layers, TrainerMemory, trainer_memory
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
 from megatron_dapo.planner.workload import Workload
 
@@ -90,9 +90,6 @@ class Candidate:
     def fullest(self) -> TrainerMemory:
         """While the policy trains, or the critic."""
         return self.critic if self.critic and self.critic.total > self.memory.total else self.memory
-
-    def data_parallel(self, world: int) -> int:
-        return world // self.policy.model_ranks
 
     def changes(self, given: PolicyConfig) -> dict[str, Any]:
         """The settings, by dotted key, that turn `given` into this layout."""
@@ -176,22 +173,16 @@ def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
             bare = given.model_copy(update=layout)
             align = bare.pack_alignment
             longest = bare.model_copy(update={"micro_batch_tokens": -(-task.work.longest // align) * align})
-            if why_illegal(task, longest) is None and static_memory(shape, longest, task.world) < task.advised:
+            if why_illegal(task, longest) is None and memory_of(task, longest).static < task.advised:
                 for recompute in dict.fromkeys((given.recompute, "none", "full")):
-                    yield from _with_budgets(task, bare, _recomputation(given, recompute))
+                    modules = given.recompute_modules if recompute == "selective" else ["core_attn"]
+                    yield from _with_budgets(task, bare, {"recompute": recompute, "recompute_modules": modules})
 
 
 @lru_cache(maxsize=256)
 def _stages(layers: int, pp: int, vpp: int) -> tuple[int | None, int | None] | None:
     """Layers of the first and last stage, None: as many as the others. None: no division."""
     return (None, None) if layers % (pp * vpp) == 0 else stage_ends(layers, pp, vpp)
-
-
-def _recomputation(given: PolicyConfig, recompute: str) -> dict[str, Any]:
-    return {
-        "recompute": recompute,
-        "recompute_modules": given.recompute_modules if recompute == "selective" else ["core_attn"],
-    }
 
 
 def _with_budgets(task: Task, layout: PolicyConfig, recomputation: dict[str, Any]) -> Iterator[Candidate]:
@@ -207,20 +198,14 @@ def _with_budgets(task: Task, layout: PolicyConfig, recomputation: dict[str, Any
             memory = memory_of(task, policy)
             if memory.total > task.advised:
                 continue
-            if not _accepted(policy):
+            try:
+                policy.check_layout()
+            except ValueError:
                 break
             found = judge(task, policy, memory)
             if found.fullest.total <= task.advised:
                 yield found
                 break
-
-
-def _accepted(policy: PolicyConfig) -> bool:
-    try:
-        policy.check_layout()
-    except ValueError:
-        return False
-    return True
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -14,7 +14,7 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster, Gpu
-from megatron_dapo.planner.parameters import count_parameters, stage_layers, trained_parameters
+from megatron_dapo.planner.parameters import count_parameters, stage_sizes, trained_parameters
 from megatron_dapo.planner.workload import Workload
 
 
@@ -175,8 +175,8 @@ def pass_time(
     tensor = traffic.tensor(train, again, hideable, frozen)
     context, expert = traffic.context(train, again), traffic.expert(train, again)
     layer = split.tokens * per_token / shape.layers + tensor + context + expert
-    last = stage_layers(shape, policy, pp - 1)
-    most = max(stage_layers(shape, policy, stage) for stage in {0, min(1, pp - 1), pp - 1})  # the others are equal
+    sizes = stage_sizes(shape, policy)
+    last, most = sizes[-1], max(sizes)
     count = last if last * layer + head > most * layer else most
     slowest = count * layer + (head if count == last else 0.0)
     bubble = slowest * (pp - 1) / (policy.virtual_pipeline * split.micro_batches)

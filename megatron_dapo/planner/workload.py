@@ -16,8 +16,8 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from megatron_dapo.config import Config
+from megatron_dapo.errors import UserError
 from megatron_dapo.planner.assumptions import GROUP_SHARE, LENGTH_SIGMA
-from megatron_dapo.planner.hardware import PlanError
 
 _NORMAL = NormalDist()
 
@@ -143,13 +143,13 @@ class Workload:
             ("--mean-response", self.mean_response, self.max_response),
         ):
             if not 1 <= value <= most:
-                raise PlanError(f"{name} is {value}, but must be between 1 and the configured maximum of {most}")
+                raise UserError(f"{name} is {value}, but must be between 1 and the configured maximum of {most}")
         if not 0 < self.kept <= 1:
-            raise PlanError(f"--kept is {self.kept}: the share of kept groups must be above 0 and at most 1")
+            raise UserError(f"--kept is {self.kept}: the share of kept groups must be above 0 and at most 1")
         if not 0 <= self.sigma <= 3:
-            raise PlanError(f"--sigma is {self.sigma}: expected 0 (equal lengths) to 3, usually {LENGTH_SIGMA}")
+            raise UserError(f"--sigma is {self.sigma}: expected 0 (equal lengths) to 3, usually {LENGTH_SIGMA}")
         if not (self.pareto == 0 or 1 < self.pareto <= 20):
-            raise PlanError(
+            raise UserError(
                 f"--pareto is {self.pareto}: expected an index above 1; 1.2 is a very heavy tail, 3 a light one"
             )
 

@@ -84,8 +84,7 @@ class CopyGroup:
 
     def hand_in(self, notes: Path, found: list[str], kept: int = 0, error: str | None = None) -> None:
         """Every rank but the first: its files are written, or why not."""
-        content = {"token": self.token, "not_finite": found, "kept": kept, "error": error}
-        hand_in(notes, self.rank, content)
+        hand_in(notes, self.rank, {"not_finite": found, "kept": kept, "error": error})
 
     def collect(self, notes: Path) -> tuple[list[str], int]:
         """Rank 0: waits for the notes of all others and joins them. A failure of one is an error."""

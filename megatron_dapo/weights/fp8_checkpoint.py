@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
-from megatron_dapo.weights.convert import Report, check_paths, open_hf
+from megatron_dapo.weights.convert import Progress, Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.formats.readers import HFReader, torch_dtype
 from megatron_dapo.weights.fp8 import BLOCK, is_quantised, quantise, quantised_specs, quantization_config
@@ -24,8 +24,6 @@ from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.names import SCALE
 from megatron_dapo.weights.side_files import copy_side_files
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
-
-Progress = Callable[[int, int], None]
 
 
 def hf_to_fp8(

@@ -1,8 +1,7 @@
 """Finds the checkpoint that a path means, names formats that are not read, and checks model directories.
 
 A path may be a checkpoint itself, Megatron-LM's save directory (a tracker file beside `iter_…` or `release`), a run
-directory of this project, its `checkpoints/` folder or one `step_N` in it. Imports no torch, except to check
-pytorch_model.bin.
+directory of this project, its `checkpoints/` folder or one `step_N` in it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, read_safetensors_directory, unpacked
+from megatron_dapo.files import INDEX, unpacked
+from megatron_dapo.weights.formats.readers import read_hf_directory
 from megatron_dapo.weights.mapping import WeightsError, check_hf_tensors
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -151,10 +151,5 @@ def check_model_directory(path: str | Path) -> ModelShape:
     """An HF directory is complete: all files of its index, all tensors of its config.json, in the right shapes."""
     path = Path(path)
     shape = ModelShape.from_dir(path)
-    if any(path.glob("pytorch_model*.bin")) and not any(path.glob("*.safetensors")):
-        from megatron_dapo.weights.formats.readers import read_bin_directory  # imports torch
-
-        check_hf_tensors(read_bin_directory(path), shape, path)
-    else:
-        check_hf_tensors(unpacked(read_safetensors_directory(path)), shape, path)
+    check_hf_tensors(unpacked(read_hf_directory(path)), shape, path)
     return shape

@@ -252,22 +252,26 @@ class ShardCopy:
     columns: tuple[int, int] | None = None  # of the HF tensor: first column and their number
 
 
+def shard_blocks(
+    mapping: ParameterMapping, rank: int, size: int, shape: Sequence[int]
+) -> tuple[list[tuple[int, int, int]], tuple[int, int] | None]:
+    """Where the shard (of this shape) of tensor-parallel rank `rank` of `size` is in the full tensor: (row of the full
+    tensor, row of the shard, rows) of its blocks, and their first column and their number; None: all columns."""
+    if mapping.split is Split.NONE or size == 1:
+        return [(0, 0, shape[0])], None
+    if mapping.split is Split.ROWS:
+        return [(rank * shape[0], 0, shape[0])], None
+    if mapping.split is Split.COLUMNS:
+        return [(0, 0, shape[0])], (rank * shape[1], shape[1])
+    starts = accumulate(mapping.parts, initial=0)
+    parts = zip(starts, mapping.parts, strict=False)  # the last start is the end
+    return [(start + rank * (rows // size), start // size, rows // size) for start, rows in parts], None
+
+
 def shard_copies(mapping: ParameterMapping, rank: int, size: int, shape: Sequence[int]) -> list[ShardCopy]:
     """How the shard (of this shape) of tensor-parallel rank `rank` of `size` fills the HF tensors. Together the shards
     fill every element once; vocabulary padding is left out."""
-    columns = None
-    if mapping.split is Split.NONE or size == 1:
-        parts = [(0, 0, shape[0])]  # (row of the full tensor, row of the shard, rows)
-    elif mapping.split is Split.PARTS:
-        starts = accumulate(mapping.parts, initial=0)
-        parts = [
-            (start + rank * (rows // size), start // size, rows // size)
-            for start, rows in zip(starts, mapping.parts, strict=False)  # the last start is the end
-        ]
-    elif mapping.split is Split.ROWS:
-        parts = [(rank * shape[0], 0, shape[0])]
-    else:
-        parts, columns = [(0, 0, shape[0])], (rank * shape[1], shape[1])
+    parts, columns = shard_blocks(mapping, rank, size, shape)
     return [
         ShardCopy(s.source, s.hf_start + first - s.start, shard_row + first - full_row, last - first, columns)
         for full_row, shard_row, rows in parts

@@ -56,8 +56,8 @@ def load_hf_weights(
     shape: ModelShape,
     source: str | os.PathLike[str] | Mapping[str, Tensor],
     position: RankPosition = WHOLE,
-) -> int:
-    """Fill every parameter of the chunks from an HF directory or a dict of HF-named tensors; returns how many.
+) -> None:
+    """Fill every parameter of the chunks from an HF directory or a dict of HF-named tensors.
 
     Raises WeightsError when the source has a missing, unknown or misshapen tensor, when a live parameter has no
     mapping, and when a parameter that this rank should hold does not exist in the model.
@@ -73,7 +73,6 @@ def load_hf_weights(
         rows = parameter.shape[0] * size if mapping.vocabulary else None
         with torch.no_grad():
             parameter.copy_(shard(mapping, megatron_tensor(mapping, weights), rank, size, rows=rows))
-    return len(found)
 
 
 # By the layer that SGLang makes of several: the first of them in HF's order.

@@ -34,21 +34,6 @@ _SINGLE = re.compile(r"^(model\..+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.w
 _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
-def to_local(name: str) -> str:
-    """The local spelling of a name in either spelling, without the `module.` prefixes of wrappers."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    found = _LAYER.match(name)
-    if found is None:
-        return name
-    layer, rest = found.groups()
-    if grouped := _GROUPED_EXPERT.match(rest):
-        rest = f"mlp.experts.local_experts.{grouped[2]}.{grouped[1]}.weight"
-    if rest == _DELTA_NORM:
-        rest = "input_layernorm.weight"
-    return f"decoder.layers.{layer}.{_FUSED_NORMS.get(rest, rest)}"
-
-
 def to_te(name: str, *, moe: bool = False) -> str:
     """The Transformer Engine spelling of a local name. In MoE layers TE keeps the norm before the MLP separate."""
     found = _LAYER.match(name)
@@ -64,12 +49,16 @@ def to_te(name: str, *, moe: bool = False) -> str:
 
 
 def to_canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """The canonical name of a live parameter (either spelling, with this rank's layer and expert indices)."""
-    name = to_local(name)
+    """The canonical name of a live parameter (either spelling, with this rank's layer and expert indices), without the
+    `module.` prefixes of wrappers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
     found = _LAYER.match(name)
     if found is None:
         return name
     layer, rest = int(found[1]) + layer_offset, found[2]
+    rest = "input_layernorm.weight" if rest == _DELTA_NORM else _FUSED_NORMS.get(rest, rest)
+    rest = _GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", rest)
     if expert := _LOCAL_EXPERT.match(rest):
         rest = f"mlp.experts.local_experts.{int(expert[1]) + expert_offset}.{expert[2]}.weight"
     return f"decoder.layers.{layer}.{rest}"

@@ -58,7 +58,9 @@ def copy_side_files(reference: Path, directory: Path, dtype: str | None = None) 
         (directory / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(reference / name, directory / name)
     _edit_config(directory / "config.json", dtype)
-    notes = [f"{reference} has no {what}" for what in missing_files(directory)]
+    needed = {"tokenizer": _TOKENIZER, "generation_config.json": ("generation_config.json",)}  # of a complete model
+    missing = [what for what, names in needed.items() if not any(any(directory.glob(name)) for name in names)]
+    notes = [f"{reference} has no {what}" for what in missing]
     notes += _config_notes(directory / "config.json")
     return notes + ([f"not copied from {reference}: {', '.join(left)}"] if left else [])
 
@@ -72,13 +74,6 @@ def _config_notes(file: Path) -> list[str]:
     found += ["use_sliding_window"] if config.get("use_sliding_window") else []
     found += ["dual_chunk_attention_config"] if config.get("dual_chunk_attention_config") else []
     return [f"config.json has {what}, which does not change the weights; it is kept there" for what in found]
-
-
-def missing_files(directory: Path) -> list[str]:
-    """What a complete model has and this directory lacks."""
-    has_tokenizer = any(any(directory.glob(pattern)) for pattern in _TOKENIZER)
-    has_generation = (directory / "generation_config.json").exists()
-    return ([] if has_tokenizer else ["tokenizer"]) + ([] if has_generation else ["generation_config.json"])
 
 
 def _edit_config(file: Path, dtype: str | None) -> None:

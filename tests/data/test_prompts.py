@@ -306,7 +306,7 @@ def test_a_number_with_too_many_digits_is_a_bad_row(tmp_path, tokenizer):
 
 
 def test_a_template_without_the_question_is_refused():
-    with pytest.raises(ConfigError, match=r"data: template 'Solve this' is neither one of dapo, plain, chat"):
+    with pytest.raises(ConfigError, match=r"data.template: 'Solve this' is neither one of dapo, plain, chat"):
         parse_config({"data": {"template": "Solve this"}})
 
 

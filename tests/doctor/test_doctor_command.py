@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
-from megatron_dapo.doctor import Check, Probe
+from megatron_dapo.doctor.check import Check, Probe
 from megatron_dapo.doctor.command import probes, run
 from megatron_dapo.doctor.machine import bitwise_resume
 from megatron_dapo.errors import UserError

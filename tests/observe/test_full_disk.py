@@ -17,8 +17,9 @@ from synthetic_runs import make_groups
 
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.files import write_atomically
-from megatron_dapo.observe import Observer, transcripts
+from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.metrics_file import EVAL, STEP, AppendFile, RetryQueue, read_records
+from megatron_dapo.observe.observer import Observer
 
 PLAIN = ObserveConfig(console="plain", report=False, samples_every=2, warnings=False)
 

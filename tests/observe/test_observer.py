@@ -11,9 +11,9 @@ from rich.console import Console
 from synthetic_runs import make_groups, step_metrics
 
 from megatron_dapo.config.trainer import ObserveConfig
-from megatron_dapo.observe import NullObserver, Observer, is_wall_clock
 from megatron_dapo.observe.console import PlainConsole
-from megatron_dapo.observe.metrics_file import STEP, read_records
+from megatron_dapo.observe.metrics_file import STEP, is_wall_clock, read_records
+from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.observe.rich_console import RichConsole
 from megatron_dapo.types import SamplerProgress
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe import Observer
 from megatron_dapo.observe.metrics_file import STEP, Record, read_records
+from megatron_dapo.observe.observer import Observer
 from megatron_dapo.observe.trackers import TensorBoard
 
 

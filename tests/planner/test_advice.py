@@ -12,12 +12,13 @@ from megatron_dapo.cli import main
 from megatron_dapo.config import load_config, parse_config
 from megatron_dapo.config.load import as_settings
 from megatron_dapo.config.schema import check_model, check_world
-from megatron_dapo.planner import Cluster, Workload, find_gpu, make_plan
 from megatron_dapo.planner.advice import advise
 from megatron_dapo.planner.assumptions import MARGIN
-from megatron_dapo.planner.plan import Planner, task_of
+from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.plan import Planner, make_plan, task_of
 from megatron_dapo.planner.report import layout_name
 from megatron_dapo.planner.search import Task, candidates, rank
+from megatron_dapo.planner.workload import Workload
 
 
 def planned(raw, name, cluster, **estimates):

@@ -9,7 +9,7 @@ import pytest
 from published_models import CONFIGS, published, published_runs
 
 from megatron_dapo.config import ModelShape
-from megatron_dapo.planner import Cluster, find_gpu
+from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.server_model import decode_model
 
 FILE = Path(__file__).with_name("decode_measurements.json")

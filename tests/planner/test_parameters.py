@@ -11,8 +11,7 @@ from published_models import CONFIGS, published
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.families.tensors import Split
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.planner import count_parameters
-from megatron_dapo.planner.parameters import adapter_parameters, rank_parameters
+from megatron_dapo.planner.parameters import adapter_parameters, count_parameters, rank_parameters
 from megatron_dapo.weights.adapters import adapter_mappings
 
 # As the model cards state them (number of elements in the safetensors files).

@@ -8,12 +8,14 @@ from published_models import CONFIGS, published
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
-from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
+from megatron_dapo.errors import UserError
 from megatron_dapo.planner.engine import fleet_of, memory_fraction, plan_engine
-from megatron_dapo.planner.hardware import GIB, PlanError
-from megatron_dapo.planner.plan import task_of
+from megatron_dapo.planner.hardware import GIB, Cluster, find_gpu
+from megatron_dapo.planner.parameters import count_parameters
+from megatron_dapo.planner.plan import make_plan, task_of
 from megatron_dapo.planner.search import candidates, judge
 from megatron_dapo.planner.server_model import decode_model
+from megatron_dapo.planner.workload import Workload
 
 # The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
 PUBLISHED = {
@@ -185,6 +187,18 @@ def test_memory_measured_on_an_h200(model, policy, transport, servers, allocated
         assert memory.total / GIB == pytest.approx(total, rel=0.025)
 
 
+def test_layouts_beside_a_shared_base_are_found():
+    """The trainer computes with the server's base of 61 GiB, so the 28 GiB that the server leaves can be enough."""
+    weights = {"transport": "adapter"}
+    config = parse_config({
+        "policy": {"micro_batch_tokens": 16384, **LORA}, "trainer": {"ranks": 1},
+        "rollout": {"max_prompt_tokens": 512, "max_response_tokens": 768, "servers": SHARED_BASE, "weights": weights},
+    })  # fmt: skip
+    plan = make_plan(config, published("Qwen2.5-32B"), Cluster(find_gpu("h200"), 1), Workload.of(config))
+    assert not plan.fits
+    assert plan.changes and plan.ranking
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_critic_beside_the_policy_or_in_turns(offload):
     """Beside each other, each peak has the static parts of the other; the buffers of weight sync are there at both."""
@@ -227,13 +241,13 @@ def test_memory_fraction_is_read_from_the_arguments():
 
 
 def test_numbers_out_of_range_are_errors():
-    with pytest.raises(PlanError, match="did you mean 'h100'"):
+    with pytest.raises(UserError, match="did you mean 'h100'"):
         find_gpu("h1000")
-    with pytest.raises(PlanError, match="--engine-gpus"):
+    with pytest.raises(UserError, match="--engine-gpus"):
         Cluster(find_gpu("h100"), 8, 8, 8)
-    with pytest.raises(PlanError, match="--mean-response"):
+    with pytest.raises(UserError, match="--mean-response"):
         Workload.of(Config(), mean_response=99999)
-    with pytest.raises(PlanError, match="--mfu"):
+    with pytest.raises(UserError, match="--mfu"):
         make_plan(Config(), published("Qwen2.5-7B"), Cluster(find_gpu("h100"), 8), Workload.of(Config()), mfu=40)
 
 

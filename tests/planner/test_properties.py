@@ -10,13 +10,14 @@ from published_models import published
 
 from megatron_dapo.config import Config
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.planner import Cluster, Workload, find_gpu
 from megatron_dapo.planner.engine import fleet_of, plan_engine
 from megatron_dapo.planner.generation import generate
+from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.memory import trainer_memory
 from megatron_dapo.planner.parameters import trained_parameters
 from megatron_dapo.planner.server_model import decode_model
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
+from megatron_dapo.planner.workload import Workload
 
 SHAPES = st.sampled_from(["Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-8B", "Qwen3-30B-A3B"]).map(published)
 POWER = st.sampled_from([1, 2, 4])

@@ -10,8 +10,9 @@ import torch
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.planner import assumptions, count_parameters
+from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.sync import (
     buffer_bytes,
     count_names,

@@ -9,8 +9,9 @@ from test_command import COMMAND, workplace  # noqa: F401
 from test_run import CARRY, ENGINE, FINISH, FLEET, WORK, setting
 
 from megatron_dapo.cli import main
+from megatron_dapo.errors import UserError
 from megatron_dapo.planner.generation import ServerKind
-from megatron_dapo.planner.simulation.incidents import Incidents, SimulationError, Tools, slower
+from megatron_dapo.planner.simulation.incidents import Incidents, Tools, slower
 from megatron_dapo.planner.simulation.run import simulate
 from megatron_dapo.planner.workload import Lengths
 
@@ -102,5 +103,5 @@ def test_the_command_has_the_flags(capsys):
 
 
 def test_impossible_speeds_are_refused():
-    with pytest.raises(SimulationError, match="above 0"):
+    with pytest.raises(UserError, match="above 0"):
         Incidents(slow=((1, 0.0),))

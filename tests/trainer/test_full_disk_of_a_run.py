@@ -9,8 +9,8 @@ from forked import assert_same, at_point, records, run, run_straight
 from tiny_run import evaluated_config
 
 from megatron_dapo.config.trainer import ObserveConfig
-from megatron_dapo.observe import Observer
 from megatron_dapo.observe.metrics_file import AppendFile
+from megatron_dapo.observe.observer import Observer
 from megatron_dapo.trainer.rollouts import Rollouts
 
 STEPS = 3

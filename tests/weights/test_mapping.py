@@ -8,7 +8,7 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.mapping import WeightsError, hf_shapes, padded_vocab, parameter_mappings, stored_mappings
 from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor, shard, unshard
-from megatron_dapo.weights.names import disk_locations, to_canonical, to_local, to_te
+from megatron_dapo.weights.names import disk_locations, to_canonical, to_te
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
 QWEN3 = ModelShape(
@@ -107,7 +107,7 @@ def test_a_wrong_shape_is_named():
     ],
 )
 def test_names_translate_between_transformer_engine_and_local_modules(te, local):
-    assert to_local(te) == local == to_local(local) == to_local(f"module.module.{te}")
+    assert to_canonical(te) == local == to_canonical(local) == to_canonical(f"module.module.{te}")
     assert to_te(local) == te
 
 

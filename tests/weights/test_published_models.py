@@ -13,7 +13,10 @@ from sparse_model import write_sparse_model
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError, ModelShape, parse_config
 from megatron_dapo.config.families import FAMILIES
-from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
+from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.parameters import count_parameters
+from megatron_dapo.planner.plan import make_plan
+from megatron_dapo.planner.workload import Workload
 from megatron_dapo.weights.mapping import hf_shapes, stored_mappings
 
 ONE_OF_EACH = ("Qwen1.5-MoE-A2.7B", "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-32B", "Qwen3-Next-80B-A3B", "Llama-3.2-1B",

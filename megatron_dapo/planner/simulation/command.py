@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.arguments import table_console
-from megatron_dapo.planner.simulation.incidents import Incidents, SimulationError
-from megatron_dapo.planner.simulation.report import print_variants, variant_json, write_trace
+from megatron_dapo.errors import UserError
+from megatron_dapo.files import write_atomically
+from megatron_dapo.observe.timeline import trace_text
+from megatron_dapo.planner.simulation.incidents import Incidents
+from megatron_dapo.planner.simulation.report import events, print_variants, variant_json
 from megatron_dapo.planner.simulation.run import Inputs, parse_sweep, run_sweep
 
 
@@ -32,7 +35,7 @@ def run(
     inputs = Inputs(config, set, hardware, mfu, estimates, from_run, steps, seed, whole, Incidents.of(**incidents))
     variants = run_sweep(inputs, parse_sweep(sweep))
     if not any(variant.simulation for variant in variants):
-        raise SimulationError(f"nothing could be simulated: {variants[0].problem}")
+        raise UserError(f"nothing could be simulated: {variants[0].problem}")
     if as_json:
         print(json.dumps([variant_json(variant) for variant in variants], indent=2))
     else:
@@ -40,8 +43,9 @@ def run(
     if output:
         path = Path(output)
         try:
-            write_trace(variants, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, trace_text(events(variants)))
         except OSError as error:
-            raise SimulationError(f"{path}: the trace cannot be written: {error}") from None
+            raise UserError(f"{path}: the trace cannot be written: {error}") from None
         print(path, file=sys.stderr if as_json else sys.stdout)
     return 0

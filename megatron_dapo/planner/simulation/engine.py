@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.engines.protocol import Completion, SamplingParams
+from megatron_dapo.errors import UserError
 from megatron_dapo.observe.runs import Run, load_run
 from megatron_dapo.planner.generation import Fleet
 from megatron_dapo.planner.server_model import FleetModel, Sequence, ServerModel
-from megatron_dapo.planner.simulation.incidents import SimulationError, Tools
+from megatron_dapo.planner.simulation.incidents import Tools
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
@@ -93,11 +94,6 @@ def rollout_function(tools: Tools) -> RolloutFunction | None:
     return RolloutFunction("tools", call_tools, {"tools": tools}, NoText(), "turn") if tools.seconds else None
 
 
-def unit_of(work: Workload) -> int:
-    """Tokens in a unit: 128 units make a mean response."""
-    return max(1, work.mean_response // 128)
-
-
 def from_run(directory: str, work: Workload) -> Workload:
     """`work` with the yield and the lengths that a run measured in its last steps."""
     run = load_run(Path(directory), Path(directory).name)
@@ -105,7 +101,7 @@ def from_run(directory: str, work: Workload) -> Workload:
     yields = [metrics["rollout/filter_yield"] for metrics in recent if "rollout/filter_yield" in metrics]
     trained = [metrics["rollout/length_trained"] for metrics in recent if "rollout/length_trained" in metrics]
     if not trained:
-        raise SimulationError(f"{directory}: metrics.jsonl has no rollout/length_trained: name a run that trained")
+        raise UserError(f"{directory}: metrics.jsonl has no rollout/length_trained: name a run that trained")
     dropped = [metrics["rollout/length_dropped"] for metrics in recent if "rollout/length_dropped" in metrics]
     kept = min(1.0, max(0.01, fmean(yields))) if yields else work.kept
     mean = fmean(trained) if not dropped else kept * fmean(trained) + (1 - kept) * fmean(dropped)

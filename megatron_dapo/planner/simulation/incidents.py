@@ -17,10 +17,6 @@ from megatron_dapo.planner.server_model import DecodeModel
 T = TypeVar("T")
 
 
-class SimulationError(UserError):
-    """Wrong or missing input of `simulate`; the message says what to change."""
-
-
 @dataclass(frozen=True, slots=True)
 class Tools:
     """`calls` of a tool in every response, at equal distances; each takes `seconds` on average (exponential)."""
@@ -43,11 +39,11 @@ class Incidents:
     def __post_init__(self) -> None:
         for count, speed in self.slow:
             if count < 1 or speed <= 0:
-                raise SimulationError(f"--slow {count}:{speed:g}: both numbers must be above 0")
+                raise UserError(f"--slow {count}:{speed:g}: both numbers must be above 0")
         if self.kept_end is not None and not 0 < self.kept_end <= 1:
-            raise SimulationError(f"--kept-end is {self.kept_end:g}: expected a share above 0 and at most 1")
+            raise UserError(f"--kept-end is {self.kept_end:g}: expected a share above 0 and at most 1")
         if self.tools.seconds < 0 or self.tools.calls < 1:
-            raise SimulationError("--tool-seconds must not be negative, and --tool-calls at least 1")
+            raise UserError("--tool-seconds must not be negative, and --tool-calls at least 1")
 
     @classmethod
     def of(
@@ -70,11 +66,6 @@ class Incidents:
             kept_end=kept_end,
         )
 
-    @property
-    def of_single_servers(self) -> bool:
-        """A part of the fleet cannot stand for all of it."""
-        return bool(self.slow or self.mixed or self.changes)
-
     def describe(self) -> str:
         parts = [f"{count} servers at {speed:g} × speed" for count, speed in self.slow]
         parts += [f"{count} servers on {name}" for count, name in self.mixed]
@@ -91,7 +82,7 @@ class Incidents:
             ServerKind(count, slower(fleet.decode, speed), fleet.kv_tokens) for count, speed in self.slow
         ] + [replace(of_gpu(name), servers=count) for count, name in self.mixed]  # fmt: skip
         if sum(kind.servers for kind in kinds) > fleet.servers:
-            raise SimulationError(f"--slow and --mixed name more servers than the fleet has: {fleet.servers}")
+            raise UserError(f"--slow and --mixed name more servers than the fleet has: {fleet.servers}")
         return replace(fleet, others=tuple(kinds))
 
 
@@ -116,6 +107,6 @@ def _pairs(flag: str, texts: list[str], separator: str, kind: Callable[[str], T]
             pair = None
         if pair is None or pair[0] < 1:
             example = {"--slow": "1:0.3", "--mixed": "4:a100"}.get(flag, "2@600")
-            raise SimulationError(f"{flag} {text}: expected SERVERS{separator}VALUE, for example {flag} {example}")
+            raise UserError(f"{flag} {text}: expected SERVERS{separator}VALUE, for example {flag} {example}")
         found.append(pair)
     return tuple(found)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import timeline
 from megatron_dapo.planner.report import make_table, print_table
 from megatron_dapo.planner.simulation.run import Simulation, Variant
@@ -93,14 +90,9 @@ def variant_json(variant: Variant) -> dict[str, Any]:
     }
 
 
-def write_trace(variants: list[Variant], path: Path) -> None:
-    """The trainer's phases and the running sequences of every server, for ui.perfetto.dev as the traces of a run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"traceEvents": list(events(variants)), "displayTimeUnit": "ms"}))
-
-
 def events(variants: list[Variant]) -> Iterator[dict[str, Any]]:
-    """Chrome trace events; every trainer and every server is a track. Times are microseconds since the start."""
+    """The trainer's phases and the running sequences of every server, as the traces of a run have them. Times are
+    microseconds since the start."""
     tracks = count(1)
     for variant in variants:
         if (found := variant.simulation) is None:

@@ -27,8 +27,8 @@ from megatron_dapo.planner.hardware import Cluster, cluster_of, find_gpu
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import step_phases, task_of
 from megatron_dapo.planner.search import judge, why_illegal
-from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function, unit_of
-from megatron_dapo.planner.simulation.incidents import NONE, Incidents, SimulationError
+from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function
+from megatron_dapo.planner.simulation.incidents import NONE, Incidents
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import StepBatch
@@ -113,9 +113,8 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        first = (
-            self.steps[len(self.steps) - len(self.counted) - 1].ended if len(self.counted) < len(self.steps) else 0.0
-        )
+        skipped = len(self.steps) - len(self.counted)
+        first = self.steps[skipped - 1].ended if skipped else 0.0
         return (self.steps[-1].ended - first) / len(self.counted)
 
     @property
@@ -150,7 +149,7 @@ class _Run:
         self.count = steps
         self.seed = seed
         self.result = Simulation(setting)
-        self.unit = unit_of(setting.work)
+        self.unit = max(1, setting.work.mean_response // 128)  # tokens; a mean response has 128 units
 
     async def run(self) -> Simulation:
         setting = self.setting
@@ -185,46 +184,38 @@ class _Run:
         return self.setting.rollout.model_copy(update=changes)
 
     async def _collect_all(self) -> None:
+        first, last = self.setting.work.kept, self.setting.incidents.kept_end
         for step in range(self.count):
-            await self._wait_until_allowed(step)
-            self._set_yield(step)
+            async with self.trained:  # a batch may be collected `staleness` steps ahead of the trainer
+                while self.steps_trained < step - self.setting.staleness:
+                    await self.trained.wait()
+            if last is not None:
+                self.prompts.kept = first + (last - first) * step / max(1, self.count - 1)
             began = self.clock()
             batch = await self.sampler.collect(step)
             await self.batches.put((batch, self.clock() - began))
 
-    def _set_yield(self, step: int) -> None:
-        first, last = self.setting.work.kept, self.setting.incidents.kept_end
-        if last is not None:
-            self.prompts.kept = first + (last - first) * step / max(1, self.count - 1)
-
-    async def _wait_until_allowed(self, step: int) -> None:
-        """A batch may be collected `staleness` steps ahead of the trainer."""
-        async with self.trained:
-            await self.trained.wait_for(lambda: self.steps_trained >= step - self.setting.staleness)
-
     async def _train_all(self) -> None:
+        setting = self.setting
         for step in range(self.count):
-            await self._train(step)
+            batch, collecting = await self._timed("wait", self.batches.get())
+            version = self.engine.weight_version
+            await self._timed("train", asyncio.sleep(setting.training_seconds))
+            pauses = not setting.rollout.sends_adapters
+            await self._timed("sync", self.engine.update(step + 1, setting.sync_seconds, pauses=pauses))
+            self.result.steps.append(self._measured(step, batch, collecting, version))
+            async with self.trained:
+                self.steps_trained += 1
+                self.trained.notify_all()
+            if setting.critic_seconds and step + 1 < self.count:
+                await self._timed("critic", asyncio.sleep(setting.critic_seconds))
 
-    async def _train(self, step: int) -> None:
-        setting, began = self.setting, self.clock()
-        batch, collecting = await self.batches.get()
-        if self.clock() > began:
-            self.result.phases.append(Span("wait", began, self.clock()))
-        version, began = self.engine.weight_version, self.clock()
-        await asyncio.sleep(setting.training_seconds)
-        self.result.phases.append(Span("train", began, self.clock()))
+    async def _timed(self, phase: str, work: Coroutine[Any, Any, T]) -> T:
         began = self.clock()
-        await self.engine.update(step + 1, setting.sync_seconds, pauses=not setting.rollout.sends_adapters)
-        self.result.phases.append(Span("sync", began, self.clock()))
-        self.result.steps.append(self._measured(step, batch, collecting, version))
-        async with self.trained:
-            self.steps_trained += 1
-            self.trained.notify_all()
-        if setting.critic_seconds and step + 1 < self.count:
-            began = self.clock()
-            await asyncio.sleep(setting.critic_seconds)
-            self.result.phases.append(Span("critic", began, self.clock()))
+        found = await work
+        if self.clock() > began:
+            self.result.phases.append(Span(phase, began, self.clock()))
+        return found
 
     def _measured(self, step: int, batch: StepBatch, collecting: float, version: int) -> SimulatedStep:
         spans = [span for sample in batch.samples for span in sample.weight_spans]
@@ -282,10 +273,10 @@ def parse_sweep(texts: list[str]) -> dict[str, list[str]]:
     for text in texts:
         key, equals, values = text.partition("=")
         if not equals or not values:
-            raise SimulationError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
+            raise UserError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
         found[key] = values.split(",")
         if key == SPLIT and not all(value.strip().isdecimal() for value in found[key]):
-            raise SimulationError(f"--sweep {text}: expected numbers of GPUs, for example {SPLIT}=32,64")
+            raise UserError(f"--sweep {text}: expected numbers of GPUs, for example {SPLIT}=32,64")
     return found
 
 
@@ -309,23 +300,23 @@ def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
 def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Setting, int]:
     """What to simulate, and in how many equal parts the fleet was divided."""
     if config.rollout.engine != "sglang":
-        raise SimulationError(f"rollout.engine is {config.rollout.engine}: only SGLang servers are simulated")
+        raise UserError(f"rollout.engine is {config.rollout.engine}: only SGLang servers are simulated")
     work = Workload.of(config, **inputs.estimates)
     if inputs.run:
         work = from_run(inputs.run, work)
     task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     if reason := why_illegal(task, config.policy):
-        raise SimulationError(reason)
+        raise UserError(reason)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
     if not engine.fits or not engine.servers:
-        raise SimulationError(f"an engine of {engine.tensor_parallel} GPUs does not fit; see megatron-dapo plan")
+        raise UserError(f"an engine of {engine.tensor_parallel} GPUs does not fit; see megatron-dapo plan")
     fleet = fleet_of(task.shape, engine, config.rollout, cluster)
 
     def of_gpu(name: str) -> ServerKind:
         other = replace(cluster, gpu=find_gpu(name))
         there = plan_engine(task.shape, config.rollout, other, work, task.kept)
         if not there.fits:
-            raise SimulationError(f"--mixed: an engine of {there.tensor_parallel} GPUs does not fit on {name}")
+            raise UserError(f"--mixed: an engine of {there.tensor_parallel} GPUs does not fit on {name}")
         return ServerKind(1, fleet_of(task.shape, there, config.rollout, other).decode, there.kv_tokens)
 
     fleet = inputs.incidents.apply(fleet, of_gpu)
@@ -334,7 +325,8 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     sync = seconds.pop("weight sync")
     staleness: int = 0 if cluster.colocated else config.rollout.max_staleness
     critic = 0.0 if staleness or cluster.colocated else seconds.pop("critic", 0.0)
-    parts = 1 if inputs.whole or inputs.incidents.of_single_servers else part_of(work, fleet)
+    events = inputs.incidents  # of single servers: a part of the fleet cannot stand for all of it
+    parts = 1 if inputs.whole or events.slow or events.mixed or events.changes else part_of(work, fleet)
     work = replace(work, prompts=work.prompts // parts)
     fleet = replace(fleet, servers=fleet.servers // parts)
     return Setting(config.rollout, work, fleet, sum(seconds.values()), sync, staleness, inputs.incidents, critic), parts

@@ -22,7 +22,7 @@ from megatron_dapo.files import Dtype, StoredTensor
 from megatron_dapo.weights.formats.readers import Piece, PieceReader, TorchFile, check_cover, rows_of
 from megatron_dapo.weights.formats.safe_pickle import PickledObject
 from megatron_dapo.weights.locate import RANK_FILE, RANK_FOLDER
-from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, parameter_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, parameter_mappings, shard_blocks
 from megatron_dapo.weights.names import to_canonical
 
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -132,31 +132,20 @@ def _pieces(mapping: ParameterMapping, parts: dict[int, StoredTensor], path: Pat
     ranks = [min(parts)] if whole else list(range(1 + max(parts)))
     if missing := [rank for rank in ranks if rank not in parts]:
         raise WeightsError(f"{path}: tensor {mapping.name}: the part of tensor-parallel rank {missing[0]} is missing")
-    size, pieces, rows = len(ranks), [], 0
-    for rank in ranks:
-        stored = parts[rank]
-        count, columns = stored.shape[0], math.prod(stored.shape[1:])
-        if whole or mapping.split is Split.ROWS:
-            pieces.append(Piece(rows, 0, count, columns, stored))
-            rows += count
-        elif mapping.split is Split.COLUMNS:
-            pieces.append(Piece(0, rank * columns, count, columns, stored))
-            rows = count
-        elif mapping.split is Split.PARTS:
-            for i, whole_part in enumerate(mapping.parts):
-                part, before = whole_part // size, sum(mapping.parts[:i])
-                cut = rows_of(stored, before // size, part)
-                pieces.append(Piece(before + rank * part, 0, part, columns, cut))
-            rows += count
-        else:
-            raise WeightsError(f"{path}: tensor {mapping.name}: legacy checkpoints of this model are not supported")
-    columns = math.prod(mapping.shape[1:])
-    if any(piece.stored.shape[1:] != mapping.shape[1:] for piece in pieces if mapping.split is not Split.COLUMNS) or (
-        rows < mapping.shape[0] if mapping.vocabulary else rows != mapping.shape[0]
-    ):
+    size, by_columns = len(ranks), mapping.split is Split.COLUMNS
+    rows = sum(parts[rank].shape[0] for rank in (ranks[:1] if by_columns else ranks))
+    inner = [parts[rank].shape[1:] for rank in ranks]
+    wrong = any(len(s) != len(mapping.shape) - 1 or (s != mapping.shape[1:] and not by_columns) for s in inner)
+    if wrong or (rows < mapping.shape[0] if mapping.vocabulary else rows != mapping.shape[0]):
         raise WeightsError(
             f"{first.file}: tensor {first.name}: {size} parts of shape {first.shape} do not make the shape "
             f"{mapping.shape} of the reference's config.json"
         )
-    check_cover(f"{path}: tensor {mapping.name}", pieces, rows, columns)
+    pieces = []
+    for rank in ranks:
+        stored = parts[rank]
+        blocks, columns = shard_blocks(mapping, rank, size, stored.shape)
+        left, width = columns or (0, math.prod(stored.shape[1:]))
+        pieces += [Piece(row, left, count, width, rows_of(stored, start, count)) for row, start, count in blocks]
+    check_cover(f"{path}: tensor {mapping.name}", pieces, rows, math.prod(mapping.shape[1:]))
     return pieces

@@ -70,10 +70,6 @@ def _size(values: Any) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def _layout(name: Any) -> str:
-    return str(name)
-
-
 def _enum_member(owner: Any, name: Any) -> PickledObject:
     """Python 3.11.0 to 3.11.3 pickle the member of an enum as a call of getattr; Debian 12 has 3.11.2."""
     if isinstance(owner, type) and issubclass(owner, PickledObject):
@@ -87,7 +83,7 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
 
 _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): OrderedDict,
     **{(module, "getattr"): _enum_member for module in ("builtins", "__builtin__")},
 }
