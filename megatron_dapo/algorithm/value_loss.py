@@ -30,7 +30,9 @@ class ValueLoss:
         errors = (values - returns).square()
         held = errors
         if self._clip is not None:
-            held = (old + (values - old).clamp(-self._clip, self._clip) - returns).square()
+            moved = values - old
+            clipped = (old + moved.clamp(-self._clip, self._clip) - returns).square()
+            held = torch.where(moved.abs() > self._clip, clipped, errors)  # old + moved is not quite the value
         losses = 0.5 * torch.maximum(errors, held)
         with torch.no_grad():
             read = torch.stack([values, returns, old, losses]).isfinite().all(0)
