@@ -41,7 +41,7 @@ from megatron_dapo.weights.side_files import hf_files
 from megatron_dapo.weights.value_weights import ValueWeights, value_shape
 
 WANDB_URL = "https://api.wandb.ai"
-STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics
+STEP_METRICS = ("rollout/", "reward/", "train/", "critic/", "distillation/", "data/")  # prefixes of a step's metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,16 @@ def test_the_best_metric_names_its_benchmark(config):
             _check_best_metric(parse_config(config))
 
 
+def test_without_evaluation_the_best_metric_may_be_the_critics(config):
+    """A run that only pre-trains a critic keeps the one that explains most."""
+    config.pop("evaluate", None)
+    config["trainer"]["checkpoint"]["best_metric"] = "critic/explained_variance"
+    _check_best_metric(parse_config(config))
+    config["trainer"]["checkpoint"]["best_metric"] = "explained_variance"
+    with pytest.raises(ConfigError, match="there is no metric 'explained_variance'"):
+        _check_best_metric(parse_config(config))
+
+
 def test_megatrons_options_are_checked_and_reported(config):
     config["policy"]["megatron"] = {"ddp": {"bucket_size": 12345}}
     parsed = parse_config(config)
