@@ -290,7 +290,7 @@ class Trainer:
             return
         recorded = self.observer.evaluation_of(self.steps_done)
         if self.collectives.agree(bool(recorded)):
-            return self.saves.rate(recorded)  # the checkpoint was saved before
+            return self.saves.rate(recorded if self.steps_done else {})  # the checkpoint was saved before
         result = self.rollouts.evaluate(self.steps_done)
         with self.collectives.on_driver(f"recording the evaluation after step {self.steps_done}") as mine:
             if mine:
