@@ -187,6 +187,8 @@ class Snapshot:
                 self.current.rename(self._partial)
                 self.current = None
             else:
+                if self.in_ram:  # a version that did not become complete has left them without names
+                    self._drop(0)
                 self._partial.mkdir(parents=True)
                 self._copy_model_files(self._partial)
         except OSError as error:
