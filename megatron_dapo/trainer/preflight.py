@@ -201,7 +201,7 @@ def _check_best_metric(config: Config) -> None:
     wanted = config.trainer.checkpoint.best_metric
     if not wanted:
         return
-    if not config.evaluate.data.files:
+    if not config.evaluate.during_training:
         if not wanted.startswith(STEP_METRICS):
             raise ConfigError(
                 f"trainer.checkpoint.best_metric: there is no metric {wanted!r}; without evaluation it is one of a "
