@@ -70,8 +70,8 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
         position += len(arrays[-1])
         return {MARK: [value.dtype.str, list(value.shape), start]}
 
-    # Not by orjson: rows of the data may hold any integer and half of a surrogate pair, metrics NaN.
-    text = json.dumps(extract(state)).encode()
+    # Not by orjson: rows of the data may hold any integer, half of a surrogate pair and dates, metrics NaN.
+    text = json.dumps(extract(state), default=lambda date: date.isoformat()).encode()
     return [CheckpointFile(STATE, [text]), CheckpointFile(ARRAYS, [b"".join(arrays)])]
 
 
