@@ -108,12 +108,9 @@ class Saves:
         self.score = best_metric(metrics, self._config.checkpoint, self.score)
 
     def rate_saved(self, step: int, metrics: dict[str, float]) -> None:
-        """As `rate`, also for the checkpoint of `step` if there is one. What the model had before the first step is not
-        the score of a checkpoint."""
-        if not step:
-            return
-        self.rate(metrics)
-        if self.score is not None and not self.unsaved:
+        """As `rate`, also for the checkpoint of `step` if there is one. Before the first step it is no checkpoint's."""
+        self.rate(metrics if step else {})
+        if self.score is not None and not self.unsaved and step:
             self.checkpoints.set_score(step, self.score)
 
     def nothing_new(self) -> str:
