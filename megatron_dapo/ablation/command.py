@@ -76,7 +76,7 @@ def plan(
 
 def _checked(file: str, settings: Sequence[str]) -> Config:
     config = load_config(file, settings)
-    if not config.evaluate.data.files or not config.evaluate.every:
+    if not config.evaluate.during_training:
         raise UserError("an ablation compares evaluation scores: set evaluate.data.path and evaluate.every")
     if config.algorithm.clip_high <= config.algorithm.clip_low:
         raise UserError(

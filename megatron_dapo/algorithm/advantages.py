@@ -8,6 +8,7 @@ One that reads `values` has an attribute `reads_values = True`: it is called whe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,12 +97,7 @@ def _group(batch: AdvantageInput, config: AlgorithmConfig, *, normalize_std: boo
     ).numpy()
 
 
-def group_std(batch: AdvantageInput, config: AlgorithmConfig) -> NDArray[np.float32]:
-    return _group(batch, config, normalize_std=True)
-
-
-def group_mean(batch: AdvantageInput, config: AlgorithmConfig) -> NDArray[np.float32]:
-    return _group(batch, config, normalize_std=False)
+group_std, group_mean = partial(_group, normalize_std=True), partial(_group, normalize_std=False)
 
 
 def rloo(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:

@@ -19,7 +19,7 @@ class ValueLoss:
     needs = Needs()
 
     def __init__(self, clip: float | None) -> None:
-        self._clip = clip
+        self._clip = float("inf") if clip is None else clip
 
     def __call__(self, values: Tensor, batch: TokenBatch, reduce: Reduce = identity) -> LossOutputs:
         """`values` [tokens]."""
@@ -27,10 +27,9 @@ class ValueLoss:
         values, batch = blank(values, batch.mask), batch.blanked()
         returns, old = batch.returns, batch.old_values
         assert old is not None and returns is not None
-        errors = (values - returns).square()
-        held = errors
-        if self._clip is not None:
-            held = (old + (values - old).clamp(-self._clip, self._clip) - returns).square()
+        errors, moved = (values - returns).square(), values - old
+        clipped = (old + moved.clamp(-self._clip, self._clip) - returns).square()
+        held = torch.where(moved.abs() > self._clip, clipped, errors)  # old + moved is not quite the value
         losses = 0.5 * torch.maximum(errors, held)
         with torch.no_grad():
             read = torch.stack([values, returns, old, losses]).isfinite().all(0)

@@ -62,7 +62,7 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
         if isinstance(value, list | tuple):
             return [extract(item) for item in value]
         if not isinstance(value, np.ndarray):
-            return value
+            return value.item() if isinstance(value, np.generic) else value
         if value.dtype.kind not in "biuf":
             raise TypeError(f"an array of {value.dtype} cannot be part of the state")
         content, start = value.tobytes(), position
@@ -70,7 +70,8 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
         position += len(arrays[-1])
         return {MARK: [value.dtype.str, list(value.shape), start]}
 
-    text = orjson.dumps(extract(state), option=orjson.OPT_SERIALIZE_NUMPY)
+    # Not by orjson: rows of the data may hold any integer, half of a surrogate pair and dates, metrics NaN.
+    text = json.dumps(extract(state), default=lambda date: date.isoformat()).encode()
     return [CheckpointFile(STATE, [text]), CheckpointFile(ARRAYS, [b"".join(arrays)])]
 
 
@@ -78,10 +79,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The state that `state_files` wrote."""
     path = folder / STATE
     try:
-        state = orjson.loads(path.read_bytes())
+        state = json.loads(path.read_bytes())
         path = folder / ARRAYS
         restored = _restore(state, path.read_bytes())
-    except (OSError, ValueError, TypeError) as error:  # orjson's error is a ValueError
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # json's error is a ValueError
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(restored, dict):
         raise CheckpointError(f"{folder / STATE} does not hold a state")

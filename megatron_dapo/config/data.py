@@ -414,6 +414,10 @@ class EvalConfig(Section):
         return f"eval/{name}/" if self.data.sources else "eval/"
 
     @property
+    def during_training(self) -> bool:
+        return bool(self.every and self.data.files)
+
+    @property
     def pass_at_values(self) -> list[int]:
         if self.pass_at:
             return sorted(set(self.pass_at))

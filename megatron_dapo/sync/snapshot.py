@@ -187,6 +187,7 @@ class Snapshot:
                 self.current.rename(self._partial)
                 self.current = None
             else:
+                self._drop(0 if self.in_ram else len(self._kept))  # of a version that did not become complete
                 self._partial.mkdir(parents=True)
                 self._copy_model_files(self._partial)
         except OSError as error:

@@ -252,7 +252,7 @@ class Trainer:
             if mine:
                 assert step.source is not None
                 metrics = step.metrics(self.policy)
-                if not self.config.evaluate.data.files:
+                if not self.config.evaluate.during_training:
                     self.saves.rate(metrics)
                 self.observer.step(self.steps_done, metrics, step.source.groups, step.arrays(self.config))
         self._await_records()
@@ -285,12 +285,12 @@ class Trainer:
 
     def _evaluate_when_due(self) -> None:
         """Also after a resume, if the run ended between the save and the end of this evaluation."""
-        every, last = self.config.evaluate.every, self.steps_done == self.config.trainer.steps
-        if not every or not self.config.evaluate.data.files or (self.steps_done % every and not last):
+        evaluate, last = self.config.evaluate, self.steps_done == self.config.trainer.steps
+        if not evaluate.during_training or (self.steps_done % evaluate.every and not last):
             return
         recorded = self.observer.evaluation_of(self.steps_done)
         if self.collectives.agree(bool(recorded)):
-            return self.saves.rate(recorded)  # the checkpoint was saved before
+            return self.saves.rate(recorded if self.steps_done else {})  # the checkpoint was saved before
         result = self.rollouts.evaluate(self.steps_done)
         with self.collectives.on_driver(f"recording the evaluation after step {self.steps_done}") as mine:
             if mine:

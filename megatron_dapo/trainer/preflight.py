@@ -41,7 +41,7 @@ from megatron_dapo.weights.side_files import hf_files
 from megatron_dapo.weights.value_weights import ValueWeights, value_shape
 
 WANDB_URL = "https://api.wandb.ai"
-STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics
+STEP_METRICS = ("rollout/", "reward/", "train/", "critic/", "distillation/", "data/")  # prefixes of a step's metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _check_best_metric(config: Config) -> None:
     wanted = config.trainer.checkpoint.best_metric
     if not wanted:
         return
-    if not config.evaluate.data.files:
+    if not config.evaluate.during_training:
         if not wanted.startswith(STEP_METRICS):
             raise ConfigError(
                 f"trainer.checkpoint.best_metric: there is no metric {wanted!r}; without evaluation it is one of a "

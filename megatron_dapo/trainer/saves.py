@@ -108,8 +108,8 @@ class Saves:
         self.score = best_metric(metrics, self._config.checkpoint, self.score)
 
     def rate_saved(self, step: int, metrics: dict[str, float]) -> None:
-        """As `rate`, also for the checkpoint of `step` if there is one."""
-        self.rate(metrics)
+        """As `rate`, also for the checkpoint of `step` if there is one. Before the first step it is no checkpoint's."""
+        self.rate(metrics if step else {})
         if self.score is not None and not self.unsaved and step:
             self.checkpoints.set_score(step, self.score)
 

@@ -49,6 +49,13 @@ def test_it_is_the_clipped_squared_error(clip):
     assert torch.allclose(values.grad, torch.where(free, VALUES - RETURNS, 0.0))
 
 
+def test_a_value_within_the_bound_is_not_clipped():
+    """In fp32, 0.2 + (0.01 − 0.2) is not 0.01."""
+    old, values = torch.full((10,), 0.2), torch.full((10,), 0.01)
+    found = ValueLoss(0.5)(values, tokens(old_values=old, returns=torch.zeros(10)))
+    assert found.sums["clip_fraction"] == 0
+
+
 def test_parts_add_up():
     whole, loss = ValueLoss(0.5)(VALUES, tokens()), ValueLoss(0.5)
     parts = [loss(VALUES[part], tokens(part)) for part in (slice(0, 4), slice(4, 5), slice(5, 10))]

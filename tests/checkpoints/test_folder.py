@@ -1,6 +1,8 @@
 """The folder of checkpoints without a model: order, pruning, scores, checksums and what a kill leaves."""
 
+import datetime
 import json
+import math
 
 import numpy as np
 import pytest
@@ -88,6 +90,17 @@ def test_arrays_of_any_size_come_back(tmp_path):
     write_files(tmp_path, state_files(state))
     for found, given in zip(read_state(tmp_path)["arrays"], state["arrays"], strict=True):
         assert found.dtype == given.dtype and found.tolist() == given.tolist()
+
+
+def test_any_value_of_a_row_or_a_metric_comes_back(tmp_path):
+    """An environment's seed of 128 bits, half of a surrogate pair, a metric that is NaN, numpy's numbers."""
+    state = {"seed": 2**127, "text": "\ud83d", "small": np.float32(0.1), "count": np.int64(3)}
+    metrics = {"mean": math.nan, "max": -math.inf}
+    write_files(tmp_path, state_files(state | metrics | {"date": datetime.date(2026, 1, 2)}))
+    found = read_state(tmp_path)
+    assert found.pop("date") == "2026-01-02"
+    assert {name: found.pop(name) for name in state} == state
+    assert str(found) == str(metrics)
 
 
 def test_copies_in_host_memory_do_not_overlap():

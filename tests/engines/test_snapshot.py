@@ -8,8 +8,10 @@ import shutil
 import socket
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +102,22 @@ def test_a_ram_disk_keeps_one_set_of_files_that_every_version_overwrites(ram_dis
     snapshot.begin(9)
     snapshot.discard()
     assert snapshot.current is None and not versions(snapshot)
+    snapshot.close()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_ram_disk_that_was_full_has_whole_versions_again(background, ram_disk, monkeypatch):
+    """There was room for all tensors, and none for the index."""
+    snapshot, write = Snapshot(ram_disk, ""), Path.write_text
+    for version in range(3):
+        full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr(Path, "write_text", full if version == 1 else write)
+        snapshot.begin(version, background=background)
+        snapshot.add([("a", torch.full((4,), float(version)))])
+        with pytest.raises((OSError, EngineError)) if version == 1 else nullcontext():
+            path = snapshot.commit()
+            snapshot.wait()
+    assert load_file(path / "model-00001.safetensors")["a"].tolist() == [2.0] * 4
     snapshot.close()
 
 

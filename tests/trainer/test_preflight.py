@@ -163,6 +163,20 @@ def test_the_best_metric_names_its_benchmark(config):
         config["trainer"]["checkpoint"]["best_metric"] = unknown
         with pytest.raises(ConfigError, match="the evaluation has no metric"):
             _check_best_metric(parse_config(config))
+    config["evaluate"]["every"] = 0
+    config["trainer"]["checkpoint"]["best_metric"] = "eval/a/avg@4"
+    with pytest.raises(ConfigError, match="without evaluation it is one of a step's"):
+        _check_best_metric(parse_config(config))
+
+
+def test_without_evaluation_the_best_metric_may_be_the_critics(config):
+    """A run that only pre-trains a critic keeps the one that explains most."""
+    config.pop("evaluate", None)
+    config["trainer"]["checkpoint"]["best_metric"] = "critic/explained_variance"
+    _check_best_metric(parse_config(config))
+    config["trainer"]["checkpoint"]["best_metric"] = "explained_variance"
+    with pytest.raises(ConfigError, match="there is no metric 'explained_variance'"):
+        _check_best_metric(parse_config(config))
 
 
 def test_megatrons_options_are_checked_and_reported(config):

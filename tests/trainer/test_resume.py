@@ -121,6 +121,24 @@ def test_checkpoints_after_a_resume_have_the_score_of_the_recorded_evaluation(st
     assert manifest["score"] == 0.987
 
 
+def test_the_score_of_the_model_before_training_is_no_checkpoints(straight, tmp_path):
+    """step_1 has not been evaluated: the best one must not be it because the model it started from was good."""
+    assert run(evaluated_config(straight[0], tmp_path, steps=2)) == 0
+    folder = tmp_path / "checkpoints"
+    assert [json.loads((folder / f"step_{n}" / "manifest.json").read_text())["score"] for n in (1, 2)] == [None, None]
+    assert json.loads((folder / "best.json").read_text())["checkpoint"] == "step_2"
+
+
+def test_without_evaluations_the_accuracy_is_the_score(straight, tmp_path):
+    """Switched off with `every`, whatever problems there are."""
+    raw = evaluated_config(straight[0], tmp_path, steps=1)
+    raw["evaluate"]["every"] = 0
+    assert run(raw) == 0
+    ((_, _, metrics),) = records(tmp_path)
+    manifest = json.loads((tmp_path / "checkpoints" / "step_1" / "manifest.json").read_text())
+    assert manifest["score"] == metrics["reward/accuracy"]
+
+
 DISK_FULL = fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
