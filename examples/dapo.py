@@ -137,7 +137,7 @@ async def sample_groups(
         seed = derive_seed(settings.seed, step, prompt.id, index)
         params = SamplingParams(settings.max_response_tokens, temperature=1.0, seed=seed)
         done = await engine.generate(f"{step}-{prompt.id}-{index}", prompt.tokens, params)
-        right = is_right(prompt, done.text)
+        right = is_right(prompt, engine.tokenizer.decode(done.tokens, skip_special_tokens=True))
         grade = Grade(right, score=1.0 if right else -1.0)
         return Sample(prompt.id, index, prompt.tokens, done.tokens, done.logprobs, done.finish_reason, grade=grade)
 

@@ -122,7 +122,10 @@ VALUES = [
     Case(
         "best_metric that the evaluation does not have",
         "eval/avg@32",
-        {"trainer.checkpoint.best_metric": "eval/avg@8", "evaluate.data.path": "model/problems.jsonl"},
+        {
+            "trainer.checkpoint.best_metric": "eval/avg@8", "evaluate.every": 1,
+            "evaluate.data.path": "model/problems.jsonl",
+        },
     ),
     setting("trainer.mini_batch_prompts", 3, "mini_batch_prompts"),
     Case(

@@ -50,7 +50,7 @@ def described(found):
         return type(found), str(found), getattr(found, "status", None)
     experts = found.routed_experts
     return (
-        found.tokens.tolist(), found.logprobs.tolist(), found.tokens.dtype, found.logprobs.dtype, found.text,
+        found.tokens.tolist(), found.logprobs.tolist(), found.tokens.dtype, found.logprobs.dtype,
         found.finish_reason, found.weight_spans, experts is not None and (experts.tolist(), experts.dtype),
     )  # fmt: skip
 

@@ -80,7 +80,6 @@ FAULTS = {
     "a version that it does not hold": (changed(lambda answer: set_meta(answer, "weight_version", "77")), "not hold"),
     "a label that it does not have": (changed(lambda answer: set_meta(answer, "weight_version", "x")), "not hold"),
     "versions of fewer tokens": (changed(lambda answer: set_meta(answer, "weight_versions", FEWER)), "do not cover"),
-    "text that is none": (changed(lambda answer: answer.update(text=7)), "text is 7"),
 }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class EmbeddedEngine:
         """`model` is a transformers Qwen*ForCausalLM on the CPU; the engine owns it from now on."""
         config = config or EmbeddedConfig()
         self._model = BatchInvariantModel(model, config.batch_tokens, exact=config.exact)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._version = 0
         self.max_running = config.batch_tokens
         self._eos = _eos_token_ids(model, tokenizer)
@@ -123,7 +123,7 @@ class EmbeddedEngine:
                 f"embedded engine, request {request_id}: {len(prompt)} prompt tokens + max_new_tokens "
                 f"{params.max_new_tokens} exceed the model's {self._model.max_tokens} positions"
             )
-        if params.stop and self._tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise EngineError(f"embedded engine, request {request_id}: stop strings need a tokenizer")
         seed = params.seed if params.seed is not None else int(self._random_seeds.integers(2**63))
         tokens = prompt.tolist()
@@ -348,7 +348,7 @@ class EmbeddedEngine:
     def _stopped(self, request: _Request) -> bool:
         """Whether a stop string is in the text of the last tokens."""
         last = min(request.generated, max(map(len, request.params.stop)) + 4)
-        text = self._tokenizer.decode(request.sequence[-last:])
+        text = self.tokenizer.decode(request.sequence[-last:])
         return any(stop in text for stop in request.params.stop)
 
     def _finish(self, request: _Request, reason: FinishReason) -> None:
