@@ -178,6 +178,7 @@ def run_all(bugs: Sequence[Bug], jobs: int, *, tests_only: bool = False) -> Iter
     """First the tests without a bug, one file after the other; those of bugs only if they pass."""
     everything = sorted({test for bug in bugs for test in bug.tests})
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+        os.chmod(folder, 0o755)  # a test becomes another user
         copies = [Copy(Path(folder) / str(index)) for index in range(jobs)]
 
         def run(task: tuple[Bug | None, tuple[str, ...]]) -> Outcome:
