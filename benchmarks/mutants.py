@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +177,9 @@ def _link(source: Any, target: Any) -> None:
 def run_all(bugs: Sequence[Bug], jobs: int, *, tests_only: bool = False) -> Iterator[Outcome]:
     """First the tests without a bug, one file after the other; those of bugs only if they pass."""
     everything = sorted({test for bug in bugs for test in bug.tests})
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
-        os.chmod(folder, 0o755)  # a test becomes another user
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPool(jobs) as pool:
+        # Not an executor: a process forked from one of its threads fails at its end. And a test becomes another user.
+        os.chmod(folder, 0o755)
         copies = [Copy(Path(folder) / str(index)) for index in range(jobs)]
 
         def run(task: tuple[Bug | None, tuple[str, ...]]) -> Outcome:
@@ -189,11 +190,11 @@ def run_all(bugs: Sequence[Bug], jobs: int, *, tests_only: bool = False) -> Iter
                 copies.append(copy)
 
         healthy = True
-        for outcome in pool.map(run, [(None, (test,)) for test in everything]):
+        for outcome in pool.imap(run, [(None, (test,)) for test in everything]):
             healthy &= not outcome.found
             yield outcome
         if healthy and not tests_only:
-            yield from pool.map(run, [(bug, bug.tests) for bug in bugs])
+            yield from pool.imap(run, [(bug, bug.tests) for bug in bugs])
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
