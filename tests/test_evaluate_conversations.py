@@ -8,6 +8,7 @@ from conversation_engine import TOKENIZER, ConversationEngine
 from simulation import run_virtually
 
 from megatron_dapo.config.data import EvalConfig
+from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluation import EvaluationError, evaluate_sets
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.types import Grade, Prompt, as_tokens
@@ -100,3 +101,22 @@ def test_a_response_whose_function_raises_is_ungraded(names):
     else:
         with pytest.raises(EvaluationError, match=message):
             run_virtually(main())
+
+
+def test_a_failing_engine_ends_the_evaluation_whatever_the_function_makes_of_it():
+    def fault(request_id):
+        if "p1" in request_id:
+            raise EngineError("server 2: connection refused")
+
+    async def in_a_task_group(prompt, conversation, settings):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(conversation.generate(max_tokens=4))
+        return Grade(True, 1.0)
+
+    async def main():
+        function = RolloutFunction("python:test.groups", in_a_task_group, {}, TOKENIZER)
+        config, engine = EvalConfig(samples=2, max_response_tokens=30), ConversationEngine(fault=fault)
+        await evaluate_sets(engine, {"": PROMPTS}, LastTurns(), config, seed=0, function=function)
+
+    with pytest.raises(EngineError, match="server 2"):
+        run_virtually(main())

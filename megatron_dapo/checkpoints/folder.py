@@ -25,6 +25,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
         if isinstance(value, dict):
             if MARK in value:
                 raise ValueError(f"{MARK!r} is not allowed as a key of the state")
+            if not all(isinstance(key, str) for key in value):  # they would come back as texts
+                raise TypeError(f"the keys of a state must be texts, found {list(value)[:3]}")
             return {key: extract(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [extract(item) for item in value]
@@ -71,8 +74,14 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
         return {MARK: [value.dtype.str, list(value.shape), start]}
 
     # Not by orjson: rows of the data may hold any integer, half of a surrogate pair and dates, metrics NaN.
-    text = json.dumps(extract(state), default=lambda date: date.isoformat()).encode()
+    text = json.dumps(extract(state), default=_as_text).encode()
     return [CheckpointFile(STATE, [text]), CheckpointFile(ARRAYS, [b"".join(arrays)])]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} cannot be part of the state")
 
 
 def read_state(folder: Path) -> dict[str, Any]:

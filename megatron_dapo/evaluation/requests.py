@@ -103,6 +103,7 @@ class _Requests:
         self._tasks: list[asyncio.Task[Response]] = []
         self._generating: set[asyncio.Task[Any]] = set()
         self._stopping = False
+        self._failure: UserError | None = None  # of the engine, whatever a rollout function makes of it
         self._done = 0
 
     async def run(self, wanted: Sequence[tuple[str, Prompt, int]]) -> list[Response]:
@@ -156,8 +157,8 @@ class _Requests:
         try:
             return samples, await self._function(conversation)
         except RolloutFunctionError as error:
-            if isinstance(error.__cause__, EvaluationError):
-                raise error.__cause__ from None
+            if self._failure is not None:
+                raise self._failure from None
             return samples, Grade(None, 0.0, reason=str(error))
 
     async def _extend(self, sample: Sample, request: TurnRequest) -> bool:
@@ -185,10 +186,11 @@ class _Requests:
                 continue
             attempt += 1
             await asyncio.sleep(ATTEMPT_PAUSE)
-        raise EvaluationError(
+        self._failure = EvaluationError(
             f"the engine aborted response {sample.index} to problem {sample.prompt_id} {ATTEMPTS} times: nothing may "
             "pause the engine or change its weights while an evaluation runs"
         )
+        raise self._failure
 
     async def _request(self, name: str, tokens: Tokens, params: SamplingParams) -> Completion:
         task = asyncio.current_task()
@@ -196,6 +198,9 @@ class _Requests:
         self._generating.add(task)
         try:
             return await self._engine.generate(name, tokens, params)
+        except UserError as error:
+            self._failure = error
+            raise
         finally:
             self._generating.discard(task)
 

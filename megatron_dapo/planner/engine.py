@@ -82,7 +82,8 @@ def hands_over(rollout: RolloutConfig) -> bool:
 
 def memory_fraction(arguments: list[str]) -> float:
     """`--mem-fraction-static X` among the server's arguments, as two items or with an equals sign."""
-    found = re.search(r"(?:^| )--mem-fraction-static[ =](\d*\.?\d+(?:e-?\d+)?)(?= |$)", " ".join(arguments))
+    number = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+    found = re.search(rf"(?:^| )--mem-fraction-static[ =]{number}(?= |$)", " ".join(arguments))
     return float(found[1]) if found else DEFAULT_FRACTION
 
 

@@ -61,8 +61,11 @@ _SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
 _ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?(?:[eE][+-]?\d{1,3})?")
 _TIME_OF_DAY = re.compile(r"[\d:.,~\\\s]+(?:(?:text|mathrm)\s?\{)?\s?([ap])\.?m\b[^-+*/^]*")
 _IN_BASE = re.compile(r"(?:\w+\s*=\s*)?[\da-f.]+_\{?(\d+)\}?")  # 101_2
-_IN_BRACKETS = re.compile(r"\([^()]*\)|\{[^{}]*\}")
-_NO_EQUATION = re.compile(r"[,;<>≤≥≠]|[!:]$|\\(?:n(?:e|eq|ot)|not|[lg]eq?)\b|\b(?:and|or|not)\b")
+_SCALE = re.compile(r".*°\s?([cf])")
+_QUANTITY = re.compile(  # |A ∪ B|, P(…), \dim V, \#S, or nothing: never a word, a relation or arithmetic
+    r"(?:(?:\\left\s?)?\|[^|=]+\||(?:[A-Za-z]|\\?Pr|\\?Var|\\mathbb\s?\{?[A-Z]\}?)\s?(?:\\left\s?)?"
+    r"[(\[](?:[^=()\[\]]|\([^=()]*\))*[)\]]|\\(?:dim|deg|det|#)\s?[A-Za-z]+)?\s*"
+)
 LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
@@ -82,7 +85,7 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
         return False, f"nested deeper than {MAX_DEPTH} levels"
     if is_words(reference):
         return False, "different words"
-    for pattern, reason in ((_TIME_OF_DAY, "am is not pm"), (_IN_BASE, "different base")):
+    for pattern, reason in ((_TIME_OF_DAY, "am is not pm"), (_IN_BASE, "different base"), (_SCALE, "°C is not °F")):
         if len({match[1] for text in (reference, answer) if (match := pattern.fullmatch(text.lower()))}) > 1:
             return False, reason
     expected, found = number(reference), number(answer)
@@ -120,7 +123,7 @@ def equivalent(reference: str, answer: str) -> tuple[bool, str]:
 def _with_signs(text: str) -> str:
     """A leading dash or `minus` as a minus sign; `2½` and `0.\\overline{3}` as fractions; `x²` with `^`."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{normalize('NFKC', found[0])}}}".replace("−", "-"), text)
-    text = re.sub(r"(?<=\w)~(?=\D)", " ", text)
+    text = re.sub(r"(?<=\w)~(?=[A-Za-z\\])", " ", text)
     return _REPEATING.sub(_repeating, _SMALL_FRACTION.sub(_mixed, _SIGN.sub(r"\1-", text)))
 
 
@@ -235,10 +238,9 @@ def _latex(text: str) -> str:
 
 
 def _read(text: str) -> list[Any]:
-    """As mathematics; of an equation whose left side is none, such as `P(\\text{heads}) = 1/2`, the right side."""
-    found, (left, _, right) = _parse(_latex(text)), text.rpartition("=")
-    closed = all(right.count(pair[0]) == right.count(pair[1]) for pair in ("()", "[]", "{}"))
-    if found or "=" not in text or not closed or right[:1] == ">" or _NO_EQUATION.search(_IN_BRACKETS.sub("", left)):
+    """As mathematics; of an equation that is none, such as `P(\\text{heads}) = 1/2`, the right side."""
+    found, (left, equals, right) = _parse(_latex(text)), text.rpartition("=")
+    if found or not equals or right[:1] == ">" or not _QUANTITY.fullmatch(left):
         return found
     return _parse(_latex(right))
 

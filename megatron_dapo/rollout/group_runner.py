@@ -73,6 +73,11 @@ class GroupRunner:
         self._generation.stopping = True
         self._cancel_functions(lambda pending: True)
 
+    def interrupt(self) -> None:
+        """Before tasks are cancelled from outside: what the conversations have so far is kept."""
+        for _, conversation in self._conversations.values():
+            conversation.interrupted = True
+
     def stop_grading(self) -> None:
         """Samples whose grades are not there yet stay ungraded; the next step grades them."""
         for grading in self._grading:
@@ -284,14 +289,15 @@ class RunningGroups:
             raise self._runner.foreign_weights.result()
         return self._take_ended()
 
-    async def abort(self) -> list[Ended]:
-        """Aborts all requests and waits until every group has ended; returns them."""
+    async def abort(self, *, keeps_ungraded: bool = True) -> list[Ended]:
+        """Aborts all requests and waits until every group has ended; returns them. `keeps_ungraded`: what is generated
+        and has no grade yet is not lost, so grades need not be awaited."""
         ended = self._take_ended()
         clock = asyncio.get_running_loop().time
         began = clock()
         self._runner.stop()
         while self._tasks:
-            if clock() > began + GRADING_TIMEOUT:
+            if keeps_ungraded and clock() > began + GRADING_TIMEOUT:
                 self._runner.stop_grading()
             if clock() > began + ABORT_TIMEOUT:
                 raise EngineError(
@@ -306,6 +312,7 @@ class RunningGroups:
 
     def cancel(self) -> None:
         """Cancels the tasks of groups that could not be aborted."""
+        self._runner.interrupt()
         for task in self._tasks:
             task.cancel()
 

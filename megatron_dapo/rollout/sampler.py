@@ -377,7 +377,8 @@ class StepCollector:
                 self._note_ended(await self._running.wait())
                 self._report()
         elif self._running:
-            self._note_ended(await self._running.abort())
+            keeps = self._options.unfinished == "continue"
+            self._note_ended(await self._running.abort(keeps_ungraded=keeps))
             undecided = [p for p in self._groups.ordered(*UNDECIDED) if not p.rejected]
             self._accounting.interrupt(sample for pending in undecided for sample in pending.unfinished_samples)
         for pending in self._groups.ordered(GroupState.ENDED):

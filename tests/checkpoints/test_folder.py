@@ -103,6 +103,12 @@ def test_any_value_of_a_row_or_a_metric_comes_back(tmp_path):
     assert str(found) == str(metrics)
 
 
+@pytest.mark.parametrize(("state", "named"), [({"a": {1: "x"}}, r"found \[1\]"), ({"a": b"x"}, "bytes cannot")])
+def test_what_would_come_back_changed_is_refused(state, named):
+    with pytest.raises(TypeError, match=named):
+        state_files(state)
+
+
 def test_copies_in_host_memory_do_not_overlap():
     buffers = HostBuffers(torch.device("cpu"))
     tensors = [torch.full((n,), float(n)) for n in (1, 100, 33)]

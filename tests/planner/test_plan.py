@@ -237,6 +237,7 @@ def test_training_speed_measured_on_an_h200():
 def test_memory_fraction_is_read_from_the_arguments():
     assert memory_fraction(["--mem-fraction-static", "0.6"]) == 0.6
     assert memory_fraction(["--foo", "--mem-fraction-static=0.7"]) == 0.7
+    assert [memory_fraction([f"--mem-fraction-static={text}"]) for text in ("1.", "7E-1", "+.7")] == [1.0, 0.7, 0.7]
     assert memory_fraction([]) == 0.88
 
 

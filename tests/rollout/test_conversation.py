@@ -448,6 +448,26 @@ def test_a_turn_that_the_function_gives_up_leaves_no_tokens():
     talk(impatient)
 
 
+def test_a_turn_that_the_run_cancels_keeps_its_tokens():
+    """The next step, or a resume, continues it."""
+
+    async def main():
+        conversation = conversation_of(prompt_of(), ConversationEngine())
+        extend = conversation._extend
+
+        async def cancelled(sample, request):
+            await extend(sample, replace(request, end=request.start + 2))
+            conversation.interrupted = True  # by the runner, before it cancels
+            raise asyncio.CancelledError
+
+        conversation._extend = cancelled
+        with pytest.raises(asyncio.CancelledError):
+            await conversation.generate()
+        return conversation.samples[0].response_tokens.tolist()
+
+    assert run_virtually(main()) == turn_of(17, encode("5+7="), 2)
+
+
 def test_partial_conversations_are_carried_over_to_the_next_step():
     config = rollout(samples=3, longest=80, oversampling=3.0, order="completion", unfinished="continue")
     batches, *_ = collect(

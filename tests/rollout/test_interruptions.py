@@ -319,6 +319,21 @@ async def test_a_slow_grader_does_not_hold_up_the_end_of_a_step():
 
 
 @virtually
+async def test_a_step_that_drops_what_is_unfinished_waits_for_its_grades():
+    """The batch is full while p0 is being graded. p0 is complete, so it is trained or kept."""
+
+    async def grade(prompt, sample):
+        await asyncio.sleep(25 if prompt.id == "p0" else 10)
+        return Grade(sample.index == 0, 1.0)
+
+    config = rollout(oversampling=2, order="completion", unfinished="drop")
+    sampler = Sampler(SimulatedEngine(slots=50), grade, Prompts(), config, groups_per_step=2)
+    batch = await sampler.collect(0)
+    kept = [group["prompt"]["id"] for group in carried(sampler)]
+    assert "p0" in [*kept, *(group.prompt.id for group in batch.groups)]
+
+
+@virtually
 async def test_a_second_cancellation_while_requests_are_aborted_loses_nothing():
     class Stubborn(SimulatedEngine):
         async def abort(self, request_id=None):

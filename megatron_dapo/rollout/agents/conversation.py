@@ -247,8 +247,9 @@ class Conversation:
         sample.finish_reason, self.generating = FinishReason.ABORT, True
         try:
             self.interrupted = not await self._extend(sample, request)
-        except asyncio.CancelledError:  # the function has given the turn up
-            shorten(sample, start)
+        except asyncio.CancelledError:
+            if not self.interrupted:  # the function has given the turn up
+                shorten(sample, start)
             raise
         finally:
             self.generating = False
