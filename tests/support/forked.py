@@ -21,7 +21,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
 from megatron_dapo.trainer.loop import train
-from megatron_dapo.trainer.signals import Stopped
+from megatron_dapo.trainer.rollout_driver import RolloutDriver
 from megatron_dapo.weights.verify import verify
 
 
@@ -97,18 +97,20 @@ def fail_with(error: Exception) -> Callable[[], None]:
 
 
 def send_signal(number: int, hold: bool = False) -> Callable[[], None]:
-    """An action that signals this process. `hold`: its thread, until the loop has noticed the signal."""
+    """An action that signals this process. `hold`: the rollout thread, until the loop asks it to interrupt rollouts."""
 
     def action() -> None:
-        noticed, init = threading.Event(), Stopped.__init__
+        interrupting, submit = threading.Event(), RolloutDriver.submit
 
-        def stopped(self: Stopped, *args: Any) -> None:
-            init(self, *args)
-            noticed.set()
+        def watched(self: RolloutDriver, work: Any, **options: Any) -> Any:
+            submitted = submit(self, work, **options)
+            if work.__qualname__ == RolloutDriver.stop.__qualname__:
+                interrupting.set()
+            return submitted
 
-        Stopped.__init__ = stopped  # type: ignore[method-assign]
+        RolloutDriver.submit = watched  # type: ignore[method-assign]
         os.kill(os.getpid(), number)
-        assert not hold or noticed.wait(120)
+        assert not hold or interrupting.wait(120)
 
     return action
 
