@@ -63,9 +63,16 @@ def held_out(row: Row) -> dict[int, float]:
 
 def by_name(rows: list[Row], wanted: Sequence[str]) -> dict[str, list[Row]]:
     """The rows of each name. `wanted`: [NAME=]TASK/COMBINATION; without any, all under TASK/COMBINATION."""
-    names = {item.rpartition("=")[0] or item.split("/")[1]: item.rpartition("=")[2] for item in wanted}
-    names = names or {label(row): label(row) for row in rows}
-    return {name: [row for row in rows if label(row) == key] for name, key in names.items()}
+    names = {item.rpartition("=")[0] or short(item): item.rpartition("=")[2] for item in wanted}
+    found = {name: [row for row in rows if label(row) == key] for name, key in names.items()}
+    if missing := [names[name] for name, chosen in found.items() if not chosen]:
+        raise SystemExit(f"no run of {', '.join(missing)}; there are {', '.join(sorted(set(map(label, rows))))}")
+    return found or {key: [row for row in rows if label(row) == key] for key in dict.fromkeys(map(label, rows))}
+
+
+def short(item: str) -> str:
+    task, _, combination = item.partition("/")
+    return task if combination == OWN else combination
 
 
 def label(row: Row) -> str:
