@@ -49,6 +49,10 @@ from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logpr
     cuts=[1.0], jitter=0.5, reload=False, in_order=(1.0, "completion"), share=0.75, fill="full", limit=1,
     faults=False, on_limit="train", stop=(), repeated=False, early=True,
 )  # named the reasons in another order  # fmt: skip
+@example(
+    cuts=[2.0, 2.0, 2.0], jitter=0.5, reload=False, in_order=(1.0, "completion"), share=0.15, fill="full", limit=1,
+    faults=False, on_limit="fill", stop=(), repeated=False, early=False,
+)  # fills the batch with groups that were rejected before the interruption  # fmt: skip
 def test_a_cancelled_step_continues_with_the_same_decisions_and_counts(
     cuts, jitter, reload, in_order, share, fill, limit, faults, on_limit, stop, repeated, early
 ):

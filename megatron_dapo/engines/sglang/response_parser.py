@@ -82,7 +82,7 @@ def _parse_fast(content: bytes, where: str) -> Completion | None:
         reply = orjson.loads(content[:ids] + content[ids_end : entries - 1] + content[entries_end + 1 :])
         meta = reply["meta_info"]
         reason = FinishReason(meta["finish_reason"]["type"])
-        if reason is FinishReason.ABORT or not np.isfinite(logprobs).all():
+        if reason is FinishReason.ABORT:
             return None
     except UNREADABLE:
         return None
