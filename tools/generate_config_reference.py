@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -22,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_dapo.config import Config, Section, load_config
 from megatron_dapo.config.explain import default_text, limits_text, type_text
-from megatron_dapo.config.other_names import Row, Tool, shown, tools
+from megatron_dapo.config.other_names import Tool, shown, tools
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "examples" / "qwen2.5_32b_dapo" / "dapo.yaml"
@@ -55,15 +56,16 @@ MIGRATION = """\
 megatron-dapo import run_qwen3_8b.sh --output run.yaml
 ```
 
-reads a launch script (shell, without executing it), a YAML file or a Python file of verl, slime, AReaL, TRL, ms-swift
-or NeMo-RL and writes a configuration of ours. Units are converted: slime's `--global-batch-size` counts samples,
-`trainer.mini_batch_prompts` prompts. Where a tool's default differs from ours, its default is written. Comments name
-the setting that each key is from, what is to fill in or to check, and what has no equivalent; no setting is dropped
-silently. The last section lists settings that need no equivalent.
+`import` reads a launch script (shell, without executing it), a YAML file or a Python file and writes a configuration.
 
-The tables below are what it knows. A YAML file with one of these names is refused with a message that names ours, and
-`megatron-dapo explain KEY` lists the names that other tools have for one of our keys. Names of other tools change
-between versions.
+- Units are converted: slime's `--global-batch-size` counts samples, our `trainer.mini_batch_prompts` counts prompts.
+- Where a tool's default differs from ours, the tool's default is written.
+- Comments name the setting behind each key, what you have to fill in or check, and what has no equivalent. No setting
+  is dropped silently.
+
+The tables below are what it knows; "there" is the other tool. A YAML file with one of these names is refused with a
+message that gives our name, and `megatron-dapo explain KEY` lists other tools' names for one of our keys. Names in
+other tools change between versions. The last section lists settings that you can leave out.
 """
 
 
@@ -71,24 +73,34 @@ def migration() -> str:
     """One section for each tool; last, what needs no setting here."""
     parts = [MIGRATION]
     for tool in tools().values():
-        found = [(shown(tool, row), row) for row in tool.rows.values()]
-        rows = [f"| `{name}` | `{row.to}` | {row.note} |\n" for name, row in found if row.to]
-        lost = [f"`{name}` ({row.none})" for name, row in found if not row.to and row.none and row.same is None]
+        found = [(f"`{shown(tool, row)}`", row) for row in tool.rows.values()]
+        rows = _grouped((f"`{row.to}` | {row.note}", name) for name, row in found if row.to)
+        lost = _grouped((row.none, name) for name, row in found if not row.to and row.none and row.same is None)
         parts.append(f"## {tool.title}\n\n" + (f"{tool.intro}\n\n" if tool.intro else "")
-                     + f"| {tool.title} | here | note |\n|---|---|---|\n" + "".join(rows)
-                     + (f"\nNo equivalent: {'; '.join(lost)}.\n" if lost else ""))  # fmt: skip
-    parts.append("## Nothing to set\n\nWith these values, these settings are what a run here does anyway.\n")
-    parts += [f"{tool.title}: {'; '.join(same)}.\n" for tool in tools().values() if (same := list(_same(tool)))]
+                     + f"| {tool.title} | here | note |\n|---|---|---|\n{rows}"
+                     + (f"\n| no equivalent | because |\n|---|---|\n{lost}" if lost else ""))  # fmt: skip
+    parts.append("## Nothing to set\n\nLeave these settings out. Where a value is given: only with that value.\n")
+    for tool in tools().values():
+        if same := _grouped(_same(tool)):
+            parts.append(f"| {tool.title} | here |\n|---|---|\n{same}")
     return "\n".join(parts)
 
 
-def _same(tool: Tool) -> Iterator[str]:
-    def text(row: Row) -> str:
-        return "" if row.same == "any" else ": " + " or ".join(f"`{json.dumps(value)}`" for value in row.same)
-
+def _same(tool: Tool) -> Iterator[tuple[str, str]]:
     for row in tool.rows.values():
         if row.same is not None and not row.to:
-            yield f"`{shown(tool, row)}`{text(row)}" + (f" ({row.note})" if row.note else "")
+            values = [] if row.same == "any" else [f"`{json.dumps(value)}`" for value in row.same]
+            value = f": {' or '.join(values)}" if values else ""
+            yield row.note or "what a run here does anyway", f"`{shown(tool, row)}`{value}"
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> str:
+    """Rows `| names | cells |` of a table: (cells, name) with the same cells are one row."""
+    names: dict[str, list[str]] = {}
+    for cells, name in rows:
+        names.setdefault(cells, []).append(name)
+    text = "".join(f"| {', '.join(found)} | {cells} |\n" for cells, found in names.items())
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
 
 
 def schema() -> str:
