@@ -5,7 +5,8 @@ description; config.schema.json, the same for editors; docs/migration.md, the ta
     python tools/generate_config_reference.py            # after a change of megatron_dapo/config
     python tools/generate_config_reference.py --check    # exit 1 when a file is out of date
 
-A section's introduction is its class's docstring, or else its module's. A test runs the check.
+A description is the docstring below a field, a section's introduction its class's docstring, or else its module's. A
+test runs the check.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config import Config, Section, load_config
-from megatron_dapo.config.explain import default_text, limits_text, type_text
-from megatron_dapo.config.other_names import Tool, shown, tools
+from megatron_dapo.config import Section
+
+Section.model_config["use_attribute_docstrings"] = True  # before there are sections: a run need not read its sources
+
+from megatron_dapo.config import Config, load_config  # noqa: E402
+from megatron_dapo.config.explain import default_text, limits_text, type_text  # noqa: E402
+from megatron_dapo.config.other_names import Tool, shown, tools  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "examples" / "qwen2.5_32b_dapo" / "dapo.yaml"
@@ -106,6 +111,10 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> str:
 def schema() -> str:
     """JSON schema of a configuration file, with `base` beside the sections."""
     found = Config.model_json_schema()
+    for section in found["$defs"].values():
+        for field in section["properties"].values():
+            if "description" in field:
+                field["description"] = _one_line(field["description"])
     about = "Another YAML file, relative to this one, whose settings this file changes."
     base = {"type": "string", "description": about}
     found |= {"title": "megatron-dapo", "properties": {"base": base, **found["properties"]}}
@@ -179,13 +188,17 @@ def _introduction(section: type[Section]) -> str:
     text = inspect.cleandoc(own or sys.modules[section.__module__].__doc__ or "")
     if not own:
         text = text.partition("`: ")[2] or text
-    text = " ".join(text.split())
+    text = _one_line(text)
     return text[:1].upper() + text[1:]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _row(path: str, name: str, field: FieldInfo) -> str:
     kind = f"{type_text(field.annotation)}{limits_text(field)}"
-    cells = [f"`{path}.{name}`", kind, f"`{default_text(field)}`", field.description or ""]
+    cells = [f"`{path}.{name}`", kind, f"`{default_text(field)}`", _one_line(field.description or "")]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -85,10 +85,10 @@ def built_in_objectives() -> list[str]:
 class KLConfig(Section):
     """A KL penalty against the frozen reference policy. DAPO uses none."""
 
-    coefficient: float = Field(0.0, ge=0, description="0 turns the term off; no reference model is kept then.")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="With d = log π_ref − log π. k1: −d. k2: d²/2. k3: exp(d) − 1 − d, never negative."
-    )
+    coefficient: float = Field(0.0, ge=0)
+    """0 turns the term off; no reference model is kept then."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = log π_ref − log π. k1: −d. k2: d²/2. k3: exp(d) − 1 − d, never negative."""
 
 
 class DistillationConfig(Section):
@@ -96,26 +96,24 @@ class DistillationConfig(Section):
     weight · (log π_teacher − log π_engine), whose mean is −KL(π‖π_teacher). Added to DAPO's advantages, or alone. Set
     `urls` or `model` to turn it on."""
 
-    urls: list[Address] = Field(
-        default_factory=list,
-        description="SGLang servers of the teacher, which must have the policy's tokenizer; they are used in turn.",
-    )
-    model: PathText = Field(
-        "", description="Instead of urls: HF directory of a small teacher, computed with transformers on rank 0's CPU."
-    )
-    weight: float = Field(1.0, gt=0, description="Multiplies the advantage of every token.")
-    alone: bool = Field(
-        False, description="Without DAPO's advantages: grades are only reported, ungraded responses are trained too."
-    )
-    max_gap: float = Field(
-        10.0, gt=0, description="Bound of |log π_teacher − log π_engine| of a token: none may dominate."
-    )
-    api_key_env: str | None = Field(
-        None, description="Name of the environment variable that holds the servers' bearer token; null: none is sent."
-    )
-    timeout: float = Field(300.0, gt=0, description="Seconds for one request.")
-    retries: int = Field(3, ge=0, description="How often a request is repeated; then the response is not scored.")
-    concurrency: int = Field(32, ge=1, description="Requests at a time.")
+    urls: list[Address] = Field(default_factory=list)
+    """SGLang servers of the teacher, which must have the policy's tokenizer; they are used in turn."""
+    model: PathText = ""
+    """Instead of urls: HF directory of a small teacher, computed with transformers on rank 0's CPU."""
+    weight: float = Field(1.0, gt=0)
+    """Multiplies the advantage of every token."""
+    alone: bool = False
+    """Without DAPO's advantages: grades are only reported, ungraded responses are trained too."""
+    max_gap: float = Field(10.0, gt=0)
+    """Bound of |log π_teacher − log π_engine| of a token: none may dominate."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' bearer token; null: none is sent."""
+    timeout: float = Field(300.0, gt=0)
+    """Seconds for one request."""
+    retries: int = Field(3, ge=0)
+    """How often a request is repeated; then the response is not scored."""
+    concurrency: int = Field(32, ge=1)
+    """Requests at a time."""
 
     @property
     def enabled(self) -> bool:
@@ -133,22 +131,18 @@ class DistillationConfig(Section):
 class GAEConfig(Section):
     """Generalised advantage estimation, from the values of a critic (`advantage: gae`). The defaults are VAPO's."""
 
-    lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = Field(
-        "adaptive",
-        description="λ of the policy's advantages. adaptive: 1 − 1/(alpha·length) of each response, at least 0.",
-    )
-    alpha: float = Field(
-        0.05, gt=0, description="Of lambda_policy: adaptive. Responses below 1/alpha tokens have λ = 0."
-    )
-    lambda_critic: float = Field(1.0, ge=0, le=1, description="λ of the critic's targets. 1: the rewards to come.")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount of later rewards, per token; also of reinforce++.")
-    whitening: Literal["none", "batch"] = Field(
-        "batch", description="batch: advantages have mean 0 and std 1 over all tokens in the loss of a step."
-    )
-    bootstrap_truncated: bool = Field(
-        False,
-        description="The critic's value of the last token takes the place of the final reward of a truncated response.",
-    )
+    lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = "adaptive"
+    """λ of the policy's advantages. adaptive: 1 − 1/(alpha·length) of each response, at least 0."""
+    alpha: float = Field(0.05, gt=0)
+    """Of lambda_policy: adaptive. Responses below 1/alpha tokens have λ = 0."""
+    lambda_critic: float = Field(1.0, ge=0, le=1)
+    """λ of the critic's targets. 1: the rewards to come."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of later rewards, per token; also of reinforce++."""
+    whitening: Literal["none", "batch"] = "batch"
+    """batch: advantages have mean 0 and std 1 over all tokens in the loss of a step."""
+    bootstrap_truncated: bool = False
+    """The critic's value of the last token takes the place of the final reward of a truncated response."""
 
 
 class OffPolicyConfig(Section):
@@ -158,36 +152,24 @@ class OffPolicyConfig(Section):
     compares π with π_old, so a weight w makes it the decoupled objective. docs/concepts.md lists the published methods
     in these keys, and says which removed tokens still count in the denominator of the loss."""
 
-    importance_weight: Literal["off", "token", "sequence"] = Field(
-        "off",
-        description="Multiplies the loss by w. token: one weight per token. sequence: one per response, the product "
-        "over its tokens.",
-    )
-    weight_cap: float = Field(2.0, gt=0, description="Upper bound of the importance weight (truncation).")
-    normalize_weights: bool = Field(
-        False, description="Divide importance weights by their mean over the mini-batch (self-normalised weights)."
-    )
-    token_mask: list[float] | None = Field(
-        None, description="[low, high]: a token whose w is outside carries no gradient; it still counts."
-    )
-    geometric_mask: list[float] | None = Field(
-        None, description="[low, high]: a response whose geometric mean of w is outside is excluded; it does not count."
-    )
-    product_mask: list[float] | None = Field(
-        None, description="[low, high]: a response whose product of w is outside is excluded; it does not count."
-    )
-    veto: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="A response with a token whose w is below this is excluded; it does not count. Published: 1e-4.",
-    )
-    opsm_delta: float | None = Field(
-        None,
-        ge=0,
-        description="Off-policy sequence masking: a response with a negative advantage carries no gradient if the mean "
-        "of log π_engine − log π over its tokens is above this; it still counts.",
-    )
+    importance_weight: Literal["off", "token", "sequence"] = "off"
+    """Multiplies the loss by w. token: one weight per token. sequence: one per response, the product over its
+    tokens."""
+    weight_cap: float = Field(2.0, gt=0)
+    """Upper bound of the importance weight (truncation)."""
+    normalize_weights: bool = False
+    """Divide importance weights by their mean over the mini-batch (self-normalised weights)."""
+    token_mask: list[float] | None = None
+    """[low, high]: a token whose w is outside carries no gradient; it still counts."""
+    geometric_mask: list[float] | None = None
+    """[low, high]: a response whose geometric mean of w is outside is excluded; it does not count."""
+    product_mask: list[float] | None = None
+    """[low, high]: a response whose product of w is outside is excluded; it does not count."""
+    veto: float | None = Field(None, gt=0, le=1)
+    """A response with a token whose w is below this is excluded; it does not count. Published: 1e-4."""
+    opsm_delta: float | None = Field(None, ge=0)
+    """Off-policy sequence masking: a response with a negative advantage carries no gradient if the mean of log π_engine
+    − log π over its tokens is above this; it still counts."""
 
     @field_validator("token_mask", "geometric_mask", "product_mask")
     @classmethod
@@ -220,20 +202,20 @@ class OffPolicyConfig(Section):
 class OverlongConfig(Section):
     """Overlong responses. Masking them and penalising their length are independent switches."""
 
-    filter: bool = Field(False, description="Mask the loss of truncated samples (overlong filtering).")
-    group_statistics: Literal["all", "in_loss"] = Field(
-        "all",
-        description="With filter: whose rewards make the mean and std of a group. all: also those of masked responses, "
-        "as published; the others then look better than they are. in_loss: only those of responses in the loss.",
-    )
-    penalty: Literal["none", "soft", "linear", "relative"] = Field(
-        "none",
-        description="soft: the paper's three stages. linear: λ·clamp((L−L_thresh)/(L_max−L_thresh), 0, 1) with "
-        "L_thresh = max_length − cache_length. relative: weight·(L−L_max)/L_max beyond L_max, without a floor.",
-    )
-    max_length: int | None = Field(None, gt=0, description="L_max in tokens; null means rollout.max_response_tokens.")
-    cache_length: int = Field(4096, gt=0, description="L_cache: the penalty grows over the last L_cache tokens.")
-    factor: float = Field(1.0, ge=0, description="The largest penalty (soft, linear) or the weight (relative).")
+    filter: bool = False
+    """Mask the loss of truncated samples (overlong filtering)."""
+    group_statistics: Literal["all", "in_loss"] = "all"
+    """With filter: whose rewards make the mean and std of a group. all: also those of masked responses, as published;
+    the others then look better than they are. in_loss: only those of responses in the loss."""
+    penalty: Literal["none", "soft", "linear", "relative"] = "none"
+    """soft: the paper's three stages. linear: λ·clamp((L−L_thresh)/(L_max−L_thresh), 0, 1) with L_thresh = max_length −
+    cache_length. relative: weight·(L−L_max)/L_max beyond L_max, without a floor."""
+    max_length: int | None = Field(None, gt=0)
+    """L_max in tokens; null means rollout.max_response_tokens."""
+    cache_length: int = Field(4096, gt=0)
+    """L_cache: the penalty grows over the last L_cache tokens."""
+    factor: float = Field(1.0, ge=0)
+    """The largest penalty (soft, linear) or the weight (relative)."""
 
     @model_validator(mode="after")
     def _statistics_of_the_filter(self) -> OverlongConfig:
@@ -243,63 +225,41 @@ class OverlongConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    preset: Literal[tuple(PRESETS)] | None = Field(  # type: ignore[valid-type]
-        None,
-        description="A published method: sets keys of algorithm and rollout as in docs/algorithms.md. Keys that are "
-        "set beside it win.",
-    )
-    objective: str = Field(
-        "dapo",
-        description="dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight. "
-        "python:module.name: a custom class, derived from megatron_dapo.algorithm.Objective.",
-    )
-    objective_options: dict[str, ObjectiveOption] = Field(
-        default_factory=dict, description="Options of a custom objective; the built-in ones have none."
-    )
-    clip_low: float = Field(
-        0.2,
-        ge=0,
-        description="ε_low: the lower bound of the ratio is 1 − clip_low. Default of gspo: 0.0003; of cispo: 1 (none).",
-    )
-    clip_high: float = Field(
-        0.28,
-        ge=0,
-        description="ε_high: the upper bound of the ratio is 1 + clip_high. Default of gspo: 0.0004; of cispo: 4.",
-    )
-    dual_clip: float | None = Field(
-        10.0,
-        description="c: for negative advantages a token's loss is at most −c·Â. null turns it off; gspo's default.",
-    )
-    aggregation: Aggregation = Field(
-        "token-mean",
-        description="token-mean: every token of the mini-batch counts the same (the paper's token-level loss). "
-        "seq-mean-token-mean: every response counts the same (GRPO). seq-mean-token-sum: the mean of the "
-        "responses' sums. seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO). gspo's default: "
-        "seq-mean-token-mean.",
-    )
-    aggregation_length: int | None = Field(
-        None, gt=0, description="The constant of seq-mean-token-sum-norm; null means rollout.max_response_tokens."
-    )
-    advantage: str = Field(
-        "group-std",
-        description="group-std: (R − mean)/std of the group. group-mean: R − mean. rloo: R − mean of the others. "
-        "reinforce++: R, whitened over the batch. reinforce++-baseline: R − mean, whitened over the batch. gae: from a "
-        "critic. python:module.function: a custom estimator (docs/algorithms.md).",
-    )
+    preset: Literal[tuple(PRESETS)] | None = None  # type: ignore[valid-type]
+    """A published method: sets keys of algorithm and rollout as in docs/algorithms.md. Keys that are set beside it
+    win."""
+    objective: str = "dapo"
+    """dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight. python:module.name: a
+    custom class, derived from megatron_dapo.algorithm.Objective."""
+    objective_options: dict[str, ObjectiveOption] = Field(default_factory=dict)
+    """Options of a custom objective; the built-in ones have none."""
+    clip_low: float = Field(0.2, ge=0)
+    """ε_low: the lower bound of the ratio is 1 − clip_low. Default of gspo: 0.0003; of cispo: 1 (none)."""
+    clip_high: float = Field(0.28, ge=0)
+    """ε_high: the upper bound of the ratio is 1 + clip_high. Default of gspo: 0.0004; of cispo: 4."""
+    dual_clip: float | None = 10.0
+    """c: for negative advantages a token's loss is at most −c·Â. null turns it off; gspo's default."""
+    aggregation: Aggregation = "token-mean"
+    """token-mean: every token of the mini-batch counts the same (the paper's token-level loss). seq-mean-token-mean:
+    every response counts the same (GRPO). seq-mean-token-sum: the mean of the responses' sums. seq-mean-token-sum-norm:
+    the same divided by a constant length (Dr. GRPO). gspo's default: seq-mean-token-mean."""
+    aggregation_length: int | None = Field(None, gt=0)
+    """The constant of seq-mean-token-sum-norm; null means rollout.max_response_tokens."""
+    advantage: str = "group-std"
+    """group-std: (R − mean)/std of the group. group-mean: R − mean. rloo: R − mean of the others. reinforce++: R,
+    whitened over the batch. reinforce++-baseline: R − mean, whitened over the batch. gae: from a critic.
+    python:module.function: a custom estimator (docs/algorithms.md)."""
     gae: GAEConfig = GAEConfig()
-    turn_credit: Literal["rollout", "turn"] = Field(
-        "rollout",
-        description="Rewards of single turns (docs/grading.md). rollout: all are part of the score. turn: the tokens "
-        "of a turn are not credited with rewards of earlier turns.",
-    )
-    advantage_eps: float = Field(1e-6, ge=0, description="Added to the std of a group or batch, not to its variance.")
-    entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
-    positive_coefficient: float = Field(
-        0.0,
-        ge=0,
-        description="μ of VAPO's positive-example loss: adds μ · the mean of −log π over the tokens of the responses "
-        "that the grader found right. VAPO: 0.1.",
-    )
+    turn_credit: Literal["rollout", "turn"] = "rollout"
+    """Rewards of single turns (docs/grading.md). rollout: all are part of the score. turn: the tokens of a turn are not
+    credited with rewards of earlier turns."""
+    advantage_eps: float = Field(1e-6, ge=0)
+    """Added to the std of a group or batch, not to its variance."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Bonus on the policy's entropy."""
+    positive_coefficient: float = Field(0.0, ge=0)
+    """μ of VAPO's positive-example loss: adds μ · the mean of −log π over the tokens of the responses that the grader
+    found right. VAPO: 0.1."""
     kl: KLConfig = KLConfig()
     distillation: DistillationConfig = DistillationConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()

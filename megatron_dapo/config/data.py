@@ -29,51 +29,36 @@ Template = Annotated[str, AfterValidator(_known_template)]
 class PromptFileConfig(Section):
     """How one prompt file is read."""
 
-    path: PathText = Field(
-        "",
-        description="A file (jsonl, JSON array, csv, each also .gz, or parquet), a folder or pattern of files, or a "
-        "hub dataset name (owner/name); a list is shorthand for sources.",
-    )
-    split: str = Field("train", description="Split of a hub dataset or of a folder.")
-    configuration: str | None = Field(
-        None,
-        description="Configuration of a hub dataset, e.g. main of openai/gsm8k, or of a folder (. is its top); "
-        "null: the only one there is.",
-    )
-    template: Template = Field(
-        "dapo",
-        description="dapo: the published text. plain: the question alone. chat: the question in the tokenizer's chat "
-        "template. dapo+chat: the published text in the chat template, as the 32B run did. Or a text with "
-        "{question} in it; end it with +chat to put it into the chat template.",
-    )
-    system: str = Field("", description="System message of the chat template; empty: the template's own.")
-    question_column: str | None = Field(
-        None, description="Dotted path, e.g. extra_info.raw_problem; null: prompt, question, problem or messages."
-    )
-    answer_column: str | None = Field(
-        None, description="Dotted path; null: reward_model.ground_truth, answer, ground_truth or solution."
-    )
-    tools_column: str | None = Field(
-        None, description="Dotted path to a list of tools (JSON schemas) for the chat template; null: tools, if any."
-    )
-    environment_column: str | None = Field(
-        None,
-        description="Dotted path to a name, or an object with name and arguments, that rollout functions find in "
-        "prompt.meta; null: environment, if any.",
-    )
-    answer_marker: str = Field(
-        "####", description="If an answer contains it, the answer is what follows its last occurrence (GSM8K)."
-    )
-    too_long: Literal["drop", "cut-left"] = Field(
-        "drop", description="Prompts longer than rollout.max_prompt_tokens: drop them, or keep their end."
-    )
-    max_unusable: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Loading fails if a larger share of the rows (repeated questions aside) is unusable: bad, too "
-        "long, or with conflicting answers.",
-    )
+    path: PathText = ""
+    """A file (jsonl, JSON array, csv, each also .gz, or parquet), a folder or pattern of files, or a hub dataset name
+    (owner/name); a list is shorthand for sources."""
+    split: str = "train"
+    """Split of a hub dataset or of a folder."""
+    configuration: str | None = None
+    """Configuration of a hub dataset, e.g. main of openai/gsm8k, or of a folder (. is its top); null: the only one
+    there is."""
+    template: Template = "dapo"
+    """dapo: the published text. plain: the question alone. chat: the question in the tokenizer's chat template.
+    dapo+chat: the published text in the chat template, as the 32B run did. Or a text with {question} in it; end it with
+    +chat to put it into the chat template."""
+    system: str = ""
+    """System message of the chat template; empty: the template's own."""
+    question_column: str | None = None
+    """Dotted path, e.g. extra_info.raw_problem; null: prompt, question, problem or messages."""
+    answer_column: str | None = None
+    """Dotted path; null: reward_model.ground_truth, answer, ground_truth or solution."""
+    tools_column: str | None = None
+    """Dotted path to a list of tools (JSON schemas) for the chat template; null: tools, if any."""
+    environment_column: str | None = None
+    """Dotted path to a name, or an object with name and arguments, that rollout functions find in prompt.meta; null:
+    environment, if any."""
+    answer_marker: str = "####"
+    """If an answer contains it, the answer is what follows its last occurrence (GSM8K)."""
+    too_long: Literal["drop", "cut-left"] = "drop"
+    """Prompts longer than rollout.max_prompt_tokens: drop them, or keep their end."""
+    max_unusable: float = Field(0.5, ge=0, le=1)
+    """Loading fails if a larger share of the rows (repeated questions aside) is unusable: bad, too long, or with
+    conflicting answers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,17 +88,28 @@ def file_label(path: str) -> str:
 class SourceConfig(Section):
     """One of several prompt files. Null: the setting of the section that lists it."""
 
-    path: PathText = Field("", description="As data.path, but no list.")
-    name: str = Field("", description="Its name in metrics; empty: the file name without its ending.")
-    split: str | None = Field(None, description="As data.split.")
-    configuration: str | None = Field(None, description="As data.configuration.")
-    template: Template | None = Field(None, description="As data.template.")
-    system: str | None = Field(None, description="As data.system.")
-    question_column: str | None = Field(None, description="As data.question_column.")
-    answer_column: str | None = Field(None, description="As data.answer_column.")
-    tools_column: str | None = Field(None, description="As data.tools_column.")
-    environment_column: str | None = Field(None, description="As data.environment_column.")
-    answer_marker: str | None = Field(None, description="As data.answer_marker.")
+    path: PathText = ""
+    """As data.path, but no list."""
+    name: str = ""
+    """Its name in metrics; empty: the file name without its ending."""
+    split: str | None = None
+    """As data.split."""
+    configuration: str | None = None
+    """As data.configuration."""
+    template: Template | None = None
+    """As data.template."""
+    system: str | None = None
+    """As data.system."""
+    question_column: str | None = None
+    """As data.question_column."""
+    answer_column: str | None = None
+    """As data.answer_column."""
+    tools_column: str | None = None
+    """As data.tools_column."""
+    environment_column: str | None = None
+    """As data.environment_column."""
+    answer_marker: str | None = None
+    """As data.answer_marker."""
 
     @model_validator(mode="after")
     def _complete(self) -> SourceConfig:
@@ -165,15 +161,15 @@ class PromptFilesConfig(PromptFileConfig):
 class TrainSourceConfig(SourceConfig):
     """One of several files of training prompts. Null: the setting of `data`."""
 
-    weight: float = Field(
-        1.0, gt=0, description="Its share of the prompts, relative to the other sources, whatever their sizes."
-    )
+    weight: float = Field(1.0, gt=0)
+    """Its share of the prompts, relative to the other sources, whatever their sizes."""
 
 
 class DataConfig(PromptFilesConfig):
     """Where prompts come from, and which template the model sees them in."""
 
-    sources: list[TrainSourceConfig] = Field([], description="Several files instead of `path`, mixed by weight.")
+    sources: list[TrainSourceConfig] = Field([])
+    """Several files instead of `path`, mixed by weight."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -192,26 +188,20 @@ JUDGE_PROMPT = (
 class RemoteConfig(Section):
     """Requests to a server that grades. A response whose request fails for good is ungraded, never wrong."""
 
-    urls: list[Address] = Field(
-        default_factory=list,
-        description="Addresses of the server; several are used in turn, and a retry takes the next.",
-    )
-    api_key_env: str | None = Field(
-        None, description="Name of the environment variable that holds the bearer token; null: none is sent."
-    )
-    timeout: float = Field(60.0, gt=0, description="Seconds for one request.")
-    retries: int = Field(
-        3,
-        ge=0,
-        description="How often a request is repeated after a time-out, a lost connection, or status 429 or 5xx.",
-    )
-    backoff: float = Field(
-        1.0, ge=0, description="Seconds before the first retry; doubled for each further one, at most 60."
-    )
-    concurrency: int = Field(64, ge=1, description="Requests at a time.")
-    max_failures: int = Field(
-        100, ge=1, description="Stop the run after N responses in a row that the server could not grade."
-    )
+    urls: list[Address] = Field(default_factory=list)
+    """Addresses of the server; several are used in turn, and a retry takes the next."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the bearer token; null: none is sent."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds for one request."""
+    retries: int = Field(3, ge=0)
+    """How often a request is repeated after a time-out, a lost connection, or status 429 or 5xx."""
+    backoff: float = Field(1.0, ge=0)
+    """Seconds before the first retry; doubled for each further one, at most 60."""
+    concurrency: int = Field(64, ge=1)
+    """Requests at a time."""
+    max_failures: int = Field(100, ge=1)
+    """Stop the run after N responses in a row that the server could not grade."""
 
     @field_validator("urls")
     @classmethod
@@ -225,31 +215,35 @@ class RemoteConfig(Section):
 class HttpRewardConfig(RemoteConfig):
     """The http grader; docs/grading.md describes request and reply."""
 
-    batch: int = Field(16, ge=1, description="Most responses in one request.")
-    batch_wait: float = Field(0.05, ge=0, description="Seconds that a response waits for others to share its request.")
+    batch: int = Field(16, ge=1)
+    """Most responses in one request."""
+    batch_wait: float = Field(0.05, ge=0)
+    """Seconds that a response waits for others to share its request."""
 
 
 class JudgeConfig(RemoteConfig):
     """The judge grader: a model behind an OpenAI-compatible server. An address ends before /chat/completions."""
 
-    model: str = Field("", description="The model's name in requests.")
-    prompt: str = Field(JUDGE_PROMPT, description="The user message; {question}, {answer} and {response} are replaced.")
-    system: str = Field("", description="The system message; empty: none.")
-    score_pattern: str | None = Field(
-        None,
-        description="For judges that were trained to reply in their own form: regular expression with one group, the "
-        "score, which is searched in the last line of a reply. null: the judge is asked for a JSON object with an id "
-        "that the response cannot know.",
-    )
-    lowest: float = Field(0.0, description="Score of the worst response.")
-    highest: float = Field(
-        1.0, description="Score of the best response; lowest to highest is mapped onto the scale of reward.scores."
-    )
-    correct_from: float | None = Field(
-        None, description="Least score of a correct response; null: above the middle of the scale."
-    )
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge.")
-    max_tokens: int = Field(1024, gt=0, description="Most tokens of the judge's reply.")
+    model: str = ""
+    """The model's name in requests."""
+    prompt: str = JUDGE_PROMPT
+    """The user message; {question}, {answer} and {response} are replaced."""
+    system: str = ""
+    """The system message; empty: none."""
+    score_pattern: str | None = None
+    """For judges that were trained to reply in their own form: regular expression with one group, the score, which is
+    searched in the last line of a reply. null: the judge is asked for a JSON object with an id that the response cannot
+    know."""
+    lowest: float = 0.0
+    """Score of the worst response."""
+    highest: float = 1.0
+    """Score of the best response; lowest to highest is mapped onto the scale of reward.scores."""
+    correct_from: float | None = None
+    """Least score of a correct response; null: above the middle of the scale."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the judge."""
+    max_tokens: int = Field(1024, gt=0)
+    """Most tokens of the judge's reply."""
 
     @model_validator(mode="after")
     def _consistent(self) -> JudgeConfig:
@@ -269,9 +263,12 @@ class JudgeConfig(RemoteConfig):
 class WeightedGraderConfig(Section):
     """One of several graders."""
 
-    name: str = Field("", description="Its name in metrics; empty: that of the grader.")
-    grader: str = Field("math", description="As reward.grader.")
-    weight: float = Field(1.0, description="Weight of this score in the sum; 0: report only.")
+    name: str = ""
+    """Its name in metrics; empty: that of the grader."""
+    grader: str = "math"
+    """As reward.grader."""
+    weight: float = 1.0
+    """Weight of this score in the sum; 0: report only."""
     http: HttpRewardConfig = HttpRewardConfig()
     judge: JudgeConfig = JudgeConfig()
 
@@ -290,50 +287,38 @@ class WeightedGraderConfig(Section):
 class RewardConfig(Section):
     """Which grader scores the responses, and the processes it runs in."""
 
-    grader: str = Field(
-        "math",
-        description="math: equivalence (integers exactly, the rest by math-verify). dapo: the published run's rules. "
-        "exact: the same text. http: your server. judge: a model behind an OpenAI-compatible server. "
-        "python:module.function: a custom one.",
-    )
+    grader: str = "math"
+    """math: equivalence (integers exactly, the rest by math-verify). dapo: the published run's rules. exact: the same
+    text. http: your server. judge: a model behind an OpenAI-compatible server. python:module.function: a custom one."""
     http: HttpRewardConfig = HttpRewardConfig()
     judge: JudgeConfig = JudgeConfig()
-    graders: list[WeightedGraderConfig] = Field(
-        default_factory=list,
-        description="Several graders instead of `grader`: the score is the weighted sum of theirs, and the first one "
-        "decides what is correct. A response that one of them with a weight cannot grade is ungraded.",
-    )
-    scores: Literal["plus-minus-one", "zero-one"] = Field(
-        "plus-minus-one", description="Scores of correct and wrong responses: +1/−1, or 1/0."
-    )
-    dapo_rule: Literal["answer", "answer-or-box", "strict-box"] = Field(
-        "answer",
-        description="Rule of the dapo grader. answer: the last `Answer:` line, as published. answer-or-box: the "
-        "last box where there is no such line. strict-box: only the last box, compared as it stands.",
-    )
-    workers: int | None = Field(None, ge=1, description="Grading processes; null: half the cores, at most 8.")
-    environment: list[str] = Field(
-        default_factory=list,
-        description="Names of environment variables that your grader reads, e.g. the key of a service. Grading "
-        "processes get no others but PATH, HOME, the locale and Python's.",
-    )
-    cpu_seconds: float = Field(
-        5.0, gt=0, description="CPU time (not wall time) that grading one response may use; a retry may use twice that."
-    )
-    memory_mb: int = Field(1024, ge=128, description="Resident memory that one grading process may use.")
-    stuck_seconds: float = Field(
-        120.0, gt=0, description="Replace a grading process after N seconds without using CPU time."
-    )
-    retries: int = Field(1, ge=0, description="How often a response that hit a limit is graded again.")
-    max_errors: int = Field(
-        10, ge=1, description="Stop the run when the grader raises N times within error_window_seconds."
-    )
-    error_window_seconds: float = Field(
-        3600.0, gt=0, description="Errors of the grader older than this no longer count towards max_errors."
-    )
-    concurrency: int = Field(
-        64, ge=1, description="Responses that one process grades at a time if the function is async."
-    )
+    graders: list[WeightedGraderConfig] = Field(default_factory=list)
+    """Several graders instead of `grader`: the score is the weighted sum of theirs, and the first one decides what is
+    correct. A response that one of them with a weight cannot grade is ungraded."""
+    scores: Literal["plus-minus-one", "zero-one"] = "plus-minus-one"
+    """Scores of correct and wrong responses: +1/−1, or 1/0."""
+    dapo_rule: Literal["answer", "answer-or-box", "strict-box"] = "answer"
+    """Rule of the dapo grader. answer: the last `Answer:` line, as published. answer-or-box: the last box where there
+    is no such line. strict-box: only the last box, compared as it stands."""
+    workers: int | None = Field(None, ge=1)
+    """Grading processes; null: half the cores, at most 8."""
+    environment: list[str] = Field(default_factory=list)
+    """Names of environment variables that your grader reads, e.g. the key of a service. Grading processes get no others
+    but PATH, HOME, the locale and Python's."""
+    cpu_seconds: float = Field(5.0, gt=0)
+    """CPU time (not wall time) that grading one response may use; a retry may use twice that."""
+    memory_mb: int = Field(1024, ge=128)
+    """Resident memory that one grading process may use."""
+    stuck_seconds: float = Field(120.0, gt=0)
+    """Replace a grading process after N seconds without using CPU time."""
+    retries: int = Field(1, ge=0)
+    """How often a response that hit a limit is graded again."""
+    max_errors: int = Field(10, ge=1)
+    """Stop the run when the grader raises N times within error_window_seconds."""
+    error_window_seconds: float = Field(3600.0, gt=0)
+    """Errors of the grader older than this no longer count towards max_errors."""
+    concurrency: int = Field(64, ge=1)
+    """Responses that one process grades at a time if the function is async."""
 
     @property
     def worker_count(self) -> int:
@@ -370,39 +355,44 @@ def check_grader(name: str, http: HttpRewardConfig, judge: JudgeConfig) -> None:
 class EvalSourceConfig(SourceConfig):
     """One of several benchmarks. Null: the setting of `evaluate.data`."""
 
-    samples: int | None = Field(None, ge=1, description="Responses per problem; null: evaluate.samples.")
+    samples: int | None = Field(None, ge=1)
+    """Responses per problem; null: evaluate.samples."""
 
 
 class EvalDataConfig(PromptFilesConfig):
     """One benchmark (`path`), or several (`sources`), each with its own metrics: `eval/NAME/avg@k`."""
 
-    sources: list[EvalSourceConfig] = Field([], description="Several benchmarks instead of `path`; all are evaluated.")
+    sources: list[EvalSourceConfig] = Field([])
+    """Several benchmarks instead of `path`; all are evaluated."""
 
 
 class EvalConfig(Section):
     """The benchmarks, the number of responses per problem, and how they are sampled."""
 
     data: EvalDataConfig = EvalDataConfig()
-    every: int = Field(5, ge=0, description="Evaluate every N training steps; 0: never.")
-    samples: int = Field(32, ge=1, description="k: responses per problem, for avg@k, pass@k and maj@k.")
-    temperature: float = Field(1.0, ge=0, description="As rollout.temperature; 0: greedy, so samples: 1 is enough.")
-    top_p: float = Field(
-        0.7, gt=0, le=1, description="Sample from the most likely tokens that together reach this probability. The "
-        "published AIME scores were sampled with 0.7.",
-    )  # fmt: skip
-    top_k: int = Field(-1, ge=-1, description="Sample from the N most likely tokens; -1: from all.")
-    stop: list[NonEmptyText] | None = Field(None, description="Strings that end a response; null: rollout.stop.")
-    stop_token_ids: list[TokenId] | None = Field(
-        None, description="Tokens that end a response beside the model's own; null: rollout.stop_token_ids."
-    )
-    max_response_tokens: int | None = Field(
-        None, gt=0, description="Longest response, in tokens; null: rollout.max_response_tokens."
-    )
-    concurrency: int = Field(512, ge=1, description="Responses generated at one time.")
-    confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the interval of avg@k.")
-    pass_at: list[int] = Field(
-        default_factory=list, description="The k of pass@k; empty: the powers of two up to samples."
-    )
+    every: int = Field(5, ge=0)
+    """Evaluate every N training steps; 0: never."""
+    samples: int = Field(32, ge=1)
+    """k: responses per problem, for avg@k, pass@k and maj@k."""
+    temperature: float = Field(1.0, ge=0)
+    """As rollout.temperature; 0: greedy, so samples: 1 is enough."""
+    top_p: float = Field(0.7, gt=0, le=1)
+    """Sample from the most likely tokens that together reach this probability. The published AIME scores were sampled
+    with 0.7."""
+    top_k: int = Field(-1, ge=-1)
+    """Sample from the N most likely tokens; -1: from all."""
+    stop: list[NonEmptyText] | None = None
+    """Strings that end a response; null: rollout.stop."""
+    stop_token_ids: list[TokenId] | None = None
+    """Tokens that end a response beside the model's own; null: rollout.stop_token_ids."""
+    max_response_tokens: int | None = Field(None, gt=0)
+    """Longest response, in tokens; null: rollout.max_response_tokens."""
+    concurrency: int = Field(512, ge=1)
+    """Responses generated at one time."""
+    confidence: float = Field(0.95, gt=0, lt=1)
+    """Confidence level of the interval of avg@k."""
+    pass_at: list[int] = Field(default_factory=list)
+    """The k of pass@k; empty: the powers of two up to samples."""
 
     def for_set(self, name: str) -> EvalConfig:
         """The settings of one benchmark: its own number of samples, and the k of pass@k that it allows."""

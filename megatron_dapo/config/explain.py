@@ -55,7 +55,17 @@ def explain(key: str) -> str:
         return f"{key}: {inspect.cleandoc(section.__doc__ or '')}\nkeys: {', '.join(keys)}"
     kind = type_text(field.annotation).replace("`", "") + limits_text(field)
     names = [f"  {title}: {', '.join(found)}" for title, found in names_of(key).items()]
-    return "\n".join([f"{key}: {kind}; default {default_text(field)}", field.description or "", *names])
+    return "\n".join([f"{key}: {kind}; default {default_text(field)}", description(key), *names])
+
+
+def description(key: str) -> str:
+    """From the JSON schema, which is made of the docstrings below the fields."""
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    *sections, name = key.split(".")
+    node = schema
+    for section in sections:
+        node = schema["$defs"][node["properties"][section]["$ref"].rpartition("/")[2]]
+    return str(node["properties"][name]["description"])
 
 
 def diff(first: str, second: str | None) -> str:

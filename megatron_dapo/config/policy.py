@@ -22,9 +22,12 @@ class MegatronOptions(Section):
     written fp32, bf16, fp16 or fp8. docs/megatron.md lists which options have keys.
     """
 
-    model: dict[str, Any] = Field({}, description="Fields of TransformerConfig: layers, precision, communication.")
-    ddp: dict[str, Any] = Field({}, description="Fields of DistributedDataParallelConfig: buckets and gradient checks.")
-    optimizer: dict[str, Any] = Field({}, description="Fields of OptimizerConfig: AdamW and its memory.")
+    model: dict[str, Any] = Field({})
+    """Fields of TransformerConfig: layers, precision, communication."""
+    ddp: dict[str, Any] = Field({})
+    """Fields of DistributedDataParallelConfig: buckets and gradient checks."""
+    optimizer: dict[str, Any] = Field({})
+    """Fields of OptimizerConfig: AdamW and its memory."""
 
     @model_validator(mode="after")
     def _fields(self) -> MegatronOptions:
@@ -42,31 +45,28 @@ class MegatronOptions(Section):
 class MoEConfig(Section):
     """How Megatron runs the experts of a mixture-of-experts model."""
 
-    dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
-        "alltoall",
-        description="How tokens reach their experts. allgather may be faster with few ranks and needs "
-        "pipeline_parallel 1; flex uses flex_backend and needs CUDA.",
-    )
-    flex_backend: Literal["deepep", "hybridep"] = Field("deepep", description="Communication library of flex.")
-    permute_fusion: bool | None = Field(
-        None, description="One kernel orders tokens by expert; null: where Transformer Engine is installed."
-    )
-    router_fusion: bool = Field(
-        False, description="One kernel for top-k, softmax and the load-balancing loss; needs Transformer Engine 2.7."
-    )
-    grouped_gemm: bool | None = Field(
-        None, description="One kernel for all experts of a rank; null: where Transformer Engine is installed."
-    )
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach their experts. allgather may be faster with few ranks and needs pipeline_parallel 1; flex uses
+    flex_backend and needs CUDA."""
+    flex_backend: Literal["deepep", "hybridep"] = "deepep"
+    """Communication library of flex."""
+    permute_fusion: bool | None = None
+    """One kernel orders tokens by expert; null: where Transformer Engine is installed."""
+    router_fusion: bool = False
+    """One kernel for top-k, softmax and the load-balancing loss; needs Transformer Engine 2.7."""
+    grouped_gemm: bool | None = None
+    """One kernel for all experts of a rank; null: where Transformer Engine is installed."""
 
 
 class Fp8Config(Section):
     """fp8 matrix products in the transformer layers. Weights, output layer and optimizer keep their precision."""
 
-    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
-        "none", description="Transformer Engine's scaling recipe. Hopper: blockwise or tensorwise; Blackwell: mxfp8."
-    )
-    format: Literal["e4m3", "hybrid"] = Field("hybrid", description="hybrid: e5m2 for gradients, e4m3 for the rest.")
-    first_last_layers_bf16: bool = Field(False, description="Keep the first and the last layer in bf16.")
+    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
+    """Transformer Engine's scaling recipe. Hopper: blockwise or tensorwise; Blackwell: mxfp8."""
+    format: Literal["e4m3", "hybrid"] = "hybrid"
+    """hybrid: e5m2 for gradients, e4m3 for the rest."""
+    first_last_layers_bf16: bool = False
+    """Keep the first and the last layer in bf16."""
 
     @property
     def alignment(self) -> int:
@@ -85,32 +85,38 @@ class Fp8Config(Section):
 class OptimizerConfig(Section):
     """AdamW as in the published 32B run."""
 
-    lr: float = Field(1e-6, gt=0, description="Learning rate after the warm-up.")
-    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the linear and cosine schedules.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate schedule after the warm-up."
-    )
-    warmup_steps: int = Field(10, ge=0, description="Rollout steps over which lr rises linearly from 0.")
-    decay_steps: int | None = Field(
-        None, gt=0, description="Rollout steps until min_lr, without pre-training; null: all."
-    )
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's mean of the gradients.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of Adam's mean of the squared gradients.")
-    eps: float = Field(1e-8, gt=0, description="Added to Adam's denominator.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled from the gradient (AdamW).")
-    grad_clip: float = Field(1.0, ge=0, description="Global gradient norm; 0 switches clipping off.")
-    fused: bool | None = Field(
-        None, description="torch's fused AdamW where neither Transformer Engine nor apex has one; null: on CUDA."
-    )
-    cpu_offload: float = Field(
-        0.0, ge=0, le=1, description="Share of the optimizer state in host memory, where its part of the step runs."
-    )
-    precision_aware: bool = Field(
-        False, description="Optimizer state in the types below; needs Transformer Engine's Adam."
-    )
-    main_params_dtype: Literal["fp32", "fp16"] = Field("fp32", description="Type of the main weights.")
-    exp_avg_dtype: StateType = Field("fp32", description="Type of Adam's mean of the gradients.")
-    exp_avg_sq_dtype: StateType = Field("fp32", description="Type of Adam's mean of the squared gradients.")
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate after the warm-up."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the linear and cosine schedules."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate schedule after the warm-up."""
+    warmup_steps: int = Field(10, ge=0)
+    """Rollout steps over which lr rises linearly from 0."""
+    decay_steps: int | None = Field(None, gt=0)
+    """Rollout steps until min_lr, without pre-training; null: all."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of Adam's mean of the gradients."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of Adam's mean of the squared gradients."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to Adam's denominator."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled from the gradient (AdamW)."""
+    grad_clip: float = Field(1.0, ge=0)
+    """Global gradient norm; 0 switches clipping off."""
+    fused: bool | None = None
+    """torch's fused AdamW where neither Transformer Engine nor apex has one; null: on CUDA."""
+    cpu_offload: float = Field(0.0, ge=0, le=1)
+    """Share of the optimizer state in host memory, where its part of the step runs."""
+    precision_aware: bool = False
+    """Optimizer state in the types below; needs Transformer Engine's Adam."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Type of the main weights."""
+    exp_avg_dtype: StateType = "fp32"
+    """Type of Adam's mean of the gradients."""
+    exp_avg_sq_dtype: StateType = "fp32"
+    """Type of Adam's mean of the squared gradients."""
 
     @model_validator(mode="after")
     def _order(self) -> OptimizerConfig:
@@ -136,12 +142,14 @@ class LoraConfig(Section):
     """Low-rank adapters are trained instead of the model's weights, which stay as they are. A learning rate ten to
     twenty times that of full training is a good start."""
 
-    rank: int = Field(0, ge=0, description="Rank of every adapter; 0: the model itself is trained.")
-    alpha: float = Field(32.0, gt=0, description="Adapters are multiplied by alpha / rank.")
-    targets: list[str] = Field(
-        [], description="HF names of the layers with adapters, e.g. q_proj; empty: all linear layers of the blocks."
-    )
-    start: str = Field("", description="PEFT directory of the adapter that training starts from; empty: a new one.")
+    rank: int = Field(0, ge=0)
+    """Rank of every adapter; 0: the model itself is trained."""
+    alpha: float = Field(32.0, gt=0)
+    """Adapters are multiplied by alpha / rank."""
+    targets: list[str] = Field([])
+    """HF names of the layers with adapters, e.g. q_proj; empty: all linear layers of the blocks."""
+    start: str = ""
+    """PEFT directory of the adapter that training starts from; empty: a new one."""
 
     @model_validator(mode="after")
     def _is_on(self) -> LoraConfig:
@@ -151,107 +159,80 @@ class LoraConfig(Section):
 
 
 class PolicyConfig(Section):
-    model: PathText = Field(
-        "",
-        description="A model: HF directory (config.json, safetensors, tokenizer), or its name on the hub, e.g. "
-        "Qwen/Qwen2.5-1.5B or NAME@REVISION; the cache is used first, and nothing is downloaded with HF_HUB_OFFLINE=1.",
-    )
-    megatron_checkpoint: PathText | None = Field(
-        None, description="A converted torch_dist directory to start from; null: load the HF weights directly."
-    )
-    tensor_parallel: int = Field(
-        1,
-        ge=1,
-        description="TP: ranks that share every layer; divides the attention heads. With more ranks than key/value "
-        "heads, each of these heads is computed on several ranks.",
-    )
-    pipeline_parallel: int = Field(1, ge=1, description="PP: pipeline stages of consecutive layers.")
-    first_stage_layers: int | None = Field(
-        None, ge=1, description="Layers of the first pipeline stage; null: same as a middle stage."
-    )
-    last_stage_layers: int | None = Field(
-        None,
-        ge=1,
-        description="Layers of the last pipeline stage, which also has the output layer; null: same as a middle stage.",
-    )
-    virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved 1F1B).")
-    context_parallel: int = Field(1, ge=1, description="CP: ranks that share every sequence.")
-    expert_parallel: int = Field(1, ge=1, description="EP: ranks that share the experts of a MoE layer.")
-    expert_tensor_parallel: int = Field(
-        1, ge=1, description="ETP: ranks that share every expert; attention keeps tensor_parallel."
-    )
-    sequence_parallel: bool | None = Field(
-        None,
-        description="Split activations between tensor-parallel layers along the sequence, which saves memory; "
-        "null: on when tensor_parallel > 1.",
-    )
-    distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
-    precision: Literal["bf16", "fp32"] = Field(
-        "bf16",
-        description="Precision of the model's computation; gradients and optimizer state are fp32 unless keys below "
-        "say otherwise.",
-    )
-    micro_batch_tokens: int = Field(
-        32768, gt=0, description="Token budget of one packed micro-batch (of all context-parallel ranks together)."
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Recompute activations in the backward pass; full saves most memory, for a third more work."
-    )
-    recompute_modules: list[RecomputeModule] = Field(
-        ["core_attn"], description="What selective recomputes in every layer. Transformer Engine's fused attention "
-        "needs no core_attn.",
-    )  # fmt: skip
-    recompute_layers: int | None = Field(
-        None, ge=1, description="With recompute: full, only the first N layers of each model chunk; null: all."
-    )
-    attention_backend: Literal["auto", "flash", "fused", "unfused"] = Field(
-        "auto", description="Transformer Engine's attention kernel."
-    )
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = Field(
-        None, description="How context-parallel ranks exchange keys and values; null: Transformer Engine's default."
-    )
-    tp_comm_overlap: bool = Field(
-        False, description="Overlap tensor-parallel communication with matrix products. Every micro-batch is padded to "
-        "micro_batch_tokens.",
-    )  # fmt: skip
-    deterministic: bool = Field(False, description="Use only bitwise reproducible algorithms. Slower; for debugging.")
-    gradient_reduction: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Type in which gradients are accumulated and summed over ranks; bf16 halves their memory "
-        "and traffic, and rounds.",
-    )  # fmt: skip
-    overlap_grad_reduce: bool | None = Field(
-        None, description="Sum gradients over ranks during the backward pass; null: on CUDA."
-    )
-    overlap_param_gather: bool | None = Field(
-        None, description="Gather updated weights during the next forward pass (distributed_optimizer); null: on CUDA "
-        "with more than one data- or context-parallel rank.",
-    )  # fmt: skip
-    gradient_accumulation_fusion: bool | None = Field(
-        None, description="Matrix products add weight gradients to their fp32 buffer directly; null: where "
-        "Transformer Engine or NVIDIA's apex is installed.",
-    )  # fmt: skip
-    head_chunk_tokens: int | None = Field(
-        None, gt=0, description="Tokens whose logits are in memory at once; null: as many as fit into 1.2 GiB."
-    )
-    routing_replay: Literal["off", "engine", "old_log_probs"] = Field(
-        "off",
-        description="Experts of each token in updates and old log-probs. off: those the router chooses. engine: those "
-        "that generated it (R3; SGLang). old_log_probs: updates use those of the pass for the old log-probs.",
-    )
-    true_on_policy: bool = Field(
-        False,
-        description="Trainer and engine compute the same log-probs, bit for bit: train/mismatch_max is exactly 0, and "
-        "any other value is a bug; the gate demands 0. Slower. Without LoRA, tensor or context parallelism: on "
-        "CUDA dense models in bf16 with SGLang, with deterministic algorithms; on the CPU all models in fp32 with the "
-        "embedded engine.",
-    )
-    moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
+    model: PathText = ""
+    """A model: HF directory (config.json, safetensors, tokenizer), or its name on the hub, e.g. Qwen/Qwen2.5-1.5B or
+    NAME@REVISION; the cache is used first, and nothing is downloaded with HF_HUB_OFFLINE=1."""
+    megatron_checkpoint: PathText | None = None
+    """A converted torch_dist directory to start from; null: load the HF weights directly."""
+    tensor_parallel: int = Field(1, ge=1)
+    """TP: ranks that share every layer; divides the attention heads. With more ranks than key/value heads, each of
+    these heads is computed on several ranks."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """PP: pipeline stages of consecutive layers."""
+    first_stage_layers: int | None = Field(None, ge=1)
+    """Layers of the first pipeline stage; null: same as a middle stage."""
+    last_stage_layers: int | None = Field(None, ge=1)
+    """Layers of the last pipeline stage, which also has the output layer; null: same as a middle stage."""
+    virtual_pipeline: int = Field(1, ge=1)
+    """Model chunks per pipeline stage (interleaved 1F1B)."""
+    context_parallel: int = Field(1, ge=1)
+    """CP: ranks that share every sequence."""
+    expert_parallel: int = Field(1, ge=1)
+    """EP: ranks that share the experts of a MoE layer."""
+    expert_tensor_parallel: int = Field(1, ge=1)
+    """ETP: ranks that share every expert; attention keeps tensor_parallel."""
+    sequence_parallel: bool | None = None
+    """Split activations between tensor-parallel layers along the sequence, which saves memory; null: on when
+    tensor_parallel > 1."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Precision of the model's computation; gradients and optimizer state are fp32 unless keys below say otherwise."""
+    micro_batch_tokens: int = Field(32768, gt=0)
+    """Token budget of one packed micro-batch (of all context-parallel ranks together)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass; full saves most memory, for a third more work."""
+    recompute_modules: list[RecomputeModule] = Field(["core_attn"])
+    """What selective recomputes in every layer. Transformer Engine's fused attention needs no core_attn."""
+    recompute_layers: int | None = Field(None, ge=1)
+    """With recompute: full, only the first N layers of each model chunk; null: all."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """Transformer Engine's attention kernel."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
+    """How context-parallel ranks exchange keys and values; null: Transformer Engine's default."""
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel communication with matrix products. Every micro-batch is padded to micro_batch_tokens."""
+    deterministic: bool = False
+    """Use only bitwise reproducible algorithms. Slower; for debugging."""
+    gradient_reduction: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are accumulated and summed over ranks; bf16 halves their memory and traffic, and
+    rounds."""
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over ranks during the backward pass; null: on CUDA."""
+    overlap_param_gather: bool | None = None
+    """Gather updated weights during the next forward pass (distributed_optimizer); null: on CUDA with more than one
+    data- or context-parallel rank."""
+    gradient_accumulation_fusion: bool | None = None
+    """Matrix products add weight gradients to their fp32 buffer directly; null: where Transformer Engine or NVIDIA's
+    apex is installed."""
+    head_chunk_tokens: int | None = Field(None, gt=0)
+    """Tokens whose logits are in memory at once; null: as many as fit into 1.2 GiB."""
+    routing_replay: Literal["off", "engine", "old_log_probs"] = "off"
+    """Experts of each token in updates and old log-probs. off: those the router chooses. engine: those that generated
+    it (R3; SGLang). old_log_probs: updates use those of the pass for the old log-probs."""
+    true_on_policy: bool = False
+    """Trainer and engine compute the same log-probs, bit for bit: train/mismatch_max is exactly 0, and any other value
+    is a bug; the gate demands 0. Slower. Without LoRA, tensor or context parallelism: on CUDA dense models in bf16 with
+    SGLang, with deterministic algorithms; on the CPU all models in fp32 with the embedded engine."""
+    moe_aux_loss_coefficient: float = Field(0.0, ge=0)
+    """Load-balancing loss of the router; 0: none."""
     moe: MoEConfig = MoEConfig()
     fp8: Fp8Config = Fp8Config()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
     megatron: MegatronOptions = MegatronOptions()
-    timeout_seconds: float = Field(1800.0, gt=0, description="Longest wait in any collective.")
+    timeout_seconds: float = Field(1800.0, gt=0)
+    """Longest wait in any collective."""
 
     @property
     def uses_exact_kernels(self) -> bool:

@@ -18,11 +18,10 @@ SAMPLE_SECONDS, SLOWEST_TOKENS_PER_SECOND = 300.0, 5.0
 class EmbeddedConfig(Section):
     """The engine inside the trainer's process: transformers on the CPU, for small models and tests."""
 
-    batch_tokens: int = Field(
-        64, ge=32, le=1024, multiple_of=32,
-        description="Tokens computed in one forward pass; also the most requests that run at a time.",
-    )  # fmt: skip
-    prompt_cache: int = Field(64, ge=0, description="Prompts whose keys and values are kept until the weights change.")
+    batch_tokens: int = Field(64, ge=32, le=1024, multiple_of=32)
+    """Tokens computed in one forward pass; also the most requests that run at a time."""
+    prompt_cache: int = Field(64, ge=0)
+    """Prompts whose keys and values are kept until the weights change."""
     _exact: bool = PrivateAttr(False)  # policy.true_on_policy; set while a configuration is validated
 
     @property
@@ -50,70 +49,62 @@ class ServerDemands(NamedTuple):
 class ServerConfig(Section):
     """SGLang servers: external ones by URL, or servers that this run starts and restarts."""
 
-    urls: list[Address] = Field(
-        default_factory=list,
-        description="External servers; empty: start `count` servers. An entry is an address (http://host:port), or it "
-        "names servers that may come and go: file:///path (one address per line), dns://name:port (all of its "
-        "addresses), listen://host:port (POST /servers; needs api_key_env).",
-    )
-    router_url: Address | None = Field(
-        None, description="sglang-router in front of them; it gets the generate requests."
-    )
-    count: int = Field(1, ge=1, description="Servers to start on this node.")
-    tensor_parallel: int = Field(
-        1, ge=1, description="GPUs of each server (SGLang's --tp-size); the model must fit on them."
-    )
-    share_gpus: bool = Field(
-        False,
-        description="Engines and trainer are colocated on the same GPUs: engines release weights and KV cache while "
-        "the trainer works, and the trainer's state is offloaded to host memory while they generate.",
-    )
-    share_base: bool = Field(
-        False,
-        description="With LoRA (weights.transport: adapter), one rank and one server on one GPU: the trainer computes "
-        "with the server's copy of the frozen base, and both keep their memory. Such a server is not restarted.",
-    )
-    device: Literal["cuda", "cpu"] = Field(
-        "cuda", description="Device of the servers that this run starts; cpu is for tests with small models."
-    )
-    model: PathText = Field(
-        "", description="HF directory that servers are started with; empty: policy.model. It may be quantised, see "
-        "weights.quantization.",
-    )  # fmt: skip
-    python: PathText = Field("", description="The Python that has sglang installed; empty: the one that runs this.")
-    host: str = Field("127.0.0.1", description="Interface to bind to; anything but loopback needs api_key_env.")
-    port: int = Field(30000, ge=1024, le=65535, description="First port; a port in use is skipped.")
-    dtype: str = Field(
-        "auto", description="SGLang's --dtype, e.g. bfloat16 or float32; auto: as the model's config.json says."
-    )
-    arguments: list[str] = Field(default_factory=list, description="More arguments for sglang.launch_server.")
-    environment: dict[str, str] = Field(
-        default_factory=dict, description="More environment variables for the servers, e.g. NCCL_* or SGLANG_*."
-    )
-    api_key_env: str | None = Field(
-        None, description="Environment variable that holds the API key; null: started servers get a random key."
-    )
-    admin_key_env: str | None = Field(None, description="Environment variable that holds the admin API key.")
-    max_running: int = Field(256, ge=1, description="Most requests in flight on one server.")
-    start_timeout: float = Field(900.0, gt=0, description="How long to wait for a server to start, in seconds.")
-    sample_timeout: float | None = Field(
-        None, gt=0,
-        description="Seconds for one sample on one server; then it is sent to another one. "
-        "null: 300 s plus 0.2 s per token of the longest response.",
-    )  # fmt: skip
-    control_timeout: float = Field(
-        60.0, gt=0, description="Seconds for any call other than a sample or a weight update."
-    )
-    heartbeat: float = Field(5.0, gt=0, description="Seconds between two checks of a server.")
-    health_interval: float = Field(
-        60.0, gt=0,
-        description="Seconds without a completed sample after which a server must prove that it still generates.",
-    )  # fmt: skip
-    attempts: int = Field(
-        4, ge=1, description="Tries of one request before it fails, each on another server if possible."
-    )
-    restarts: int = Field(3, ge=0, description="How often one server is restarted after a failure.")
-    restart_recovery: float = Field(1800.0, gt=0, description="Seconds of service that restore one restart.")
+    urls: list[Address] = Field(default_factory=list)
+    """External servers; empty: start `count` servers. An entry is an address (http://host:port), or it names servers
+    that may come and go: file:///path (one address per line), dns://name:port (all of its addresses),
+    listen://host:port (POST /servers; needs api_key_env)."""
+    router_url: Address | None = None
+    """sglang-router in front of them; it gets the generate requests."""
+    count: int = Field(1, ge=1)
+    """Servers to start on this node."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs of each server (SGLang's --tp-size); the model must fit on them."""
+    share_gpus: bool = False
+    """Engines and trainer are colocated on the same GPUs: engines release weights and KV cache while the trainer works,
+    and the trainer's state is offloaded to host memory while they generate."""
+    share_base: bool = False
+    """With LoRA (weights.transport: adapter), one rank and one server on one GPU: the trainer computes with the
+    server's copy of the frozen base, and both keep their memory. Such a server is not restarted."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Device of the servers that this run starts; cpu is for tests with small models."""
+    model: PathText = ""
+    """HF directory that servers are started with; empty: policy.model. It may be quantised, see
+    weights.quantization."""
+    python: PathText = ""
+    """The Python that has sglang installed; empty: the one that runs this."""
+    host: str = "127.0.0.1"
+    """Interface to bind to; anything but loopback needs api_key_env."""
+    port: int = Field(30000, ge=1024, le=65535)
+    """First port; a port in use is skipped."""
+    dtype: str = "auto"
+    """SGLang's --dtype, e.g. bfloat16 or float32; auto: as the model's config.json says."""
+    arguments: list[str] = Field(default_factory=list)
+    """More arguments for sglang.launch_server."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """More environment variables for the servers, e.g. NCCL_* or SGLANG_*."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key; null: started servers get a random key."""
+    admin_key_env: str | None = None
+    """Environment variable that holds the admin API key."""
+    max_running: int = Field(256, ge=1)
+    """Most requests in flight on one server."""
+    start_timeout: float = Field(900.0, gt=0)
+    """How long to wait for a server to start, in seconds."""
+    sample_timeout: float | None = Field(None, gt=0)
+    """Seconds for one sample on one server; then it is sent to another one. null: 300 s plus 0.2 s per token of the
+    longest response."""
+    control_timeout: float = Field(60.0, gt=0)
+    """Seconds for any call other than a sample or a weight update."""
+    heartbeat: float = Field(5.0, gt=0)
+    """Seconds between two checks of a server."""
+    health_interval: float = Field(60.0, gt=0)
+    """Seconds without a completed sample after which a server must prove that it still generates."""
+    attempts: int = Field(4, ge=1)
+    """Tries of one request before it fails, each on another server if possible."""
+    restarts: int = Field(3, ge=0)
+    """How often one server is restarted after a failure."""
+    restart_recovery: float = Field(1800.0, gt=0)
+    """Seconds of service that restore one restart."""
 
     _demands: ServerDemands = PrivateAttr(ServerDemands())
 
@@ -182,61 +173,45 @@ Quantization = Literal["none", "fp8"]
 class WeightTransportConfig(Section):
     """How new weights get to the engines, and how that is verified."""
 
-    transport: Literal["disk", "tensor", "distributed", "adapter"] = Field(
-        "disk",
-        description="disk: files that both sides can read. tensor: memory on the same host (CUDA IPC); with share_gpus "
-        "also on several nodes. distributed: NCCL or gloo, to GPUs that the trainer does not use. adapter: only LoRA's "
-        "adapter, to servers on the same host, which go on generating (docs/lora.md).",
-    )
-    directory: PathText = Field("/dev/shm", description="Where disk updates (and snapshots) are written.")
-    keep_snapshot: bool = Field(
-        True,
-        description="Also write tensor and distributed updates to `directory`, for servers that are restarted: at the "
-        "speed of the bus on a RAM disk, elsewhere from a copy in host memory while training goes on.",
-    )
-    backend: Literal["nccl", "gloo"] = Field(
-        "nccl", description="Backend of the distributed transport: nccl between GPUs, gloo between CPUs."
-    )
-    master_address: str = Field("127.0.0.1", description="Address of this process for the servers (distributed).")
-    senders: Senders = Field(
-        "one",
-        description="Which ranks send weights (distributed), or pass them to other nodes (tensor). one: rank 0. stage: "
-        "the first rank of each pipeline stage. expert_group: also the first rank of each expert-parallel group.",
-    )
-    quantization: Quantization = Field(
-        "none",
-        description="fp8: the sender quantises the matrices of attention and MLP in blocks of 128 × 128, as the Qwen "
-        "FP8 checkpoints have them, and sends half of the bytes; servers.model must be such a checkpoint.",
-    )
-    pack_experts: bool = Field(
-        False,
-        description="MoE models: send the experts of a layer as few large tensors (tensor, distributed). SGLang spends "
-        "seconds on the names of thousands of expert tensors. External servers need --custom-weight-loader "
-        "megatron_dapo_experts.install.",
-    )
-    bucket_bytes: int = Field(
-        512 << 20, gt=0, description="Largest size of one bucket of tensors. A sender needs memory for two."
-    )
-    timeout: float = Field(600.0, gt=0, description="Seconds for one weight update call.")
-    in_flight: bool = Field(
-        True,
-        description="With max_staleness above 0. true: weights change while requests run; their next tokens come from "
-        "the new weights. false: a new version waits until the batches that max_staleness admits are complete, so "
-        "timing does not change a batch (exact resume with a deterministic engine), but engines wait for the trainer.",
-    )
-    pause_mode: PauseMode = Field(
-        "abort",
-        description="Running requests while weights change. abort: they return what they have and are sent again; "
-        "works with every server. retract: they stay in the server, which computes their KV cache again. in_place: "
-        "they keep the KV cache of the older weights, which is fastest, but later log-probs are of neither version.",
-    )
-    proof: Literal["checksum", "probe", "version"] = Field(
-        "checksum",
-        description="Checked besides the version that a server reports. checksum: the memory of every server has the "
-        "checksum of every tensor that was sent; external servers need --custom-weight-loader "
-        "megatron_dapo_checksums.install megatron_dapo_checksums.record_again, otherwise they are probed. probe: the "
-        "servers agree on the log-probs of a fixed text. version: nothing.",
-    )
+    transport: Literal["disk", "tensor", "distributed", "adapter"] = "disk"
+    """disk: files that both sides can read. tensor: memory on the same host (CUDA IPC); with share_gpus also on several
+    nodes. distributed: NCCL or gloo, to GPUs that the trainer does not use. adapter: only LoRA's adapter, to servers on
+    the same host, which go on generating (docs/lora.md)."""
+    directory: PathText = "/dev/shm"
+    """Where disk updates (and snapshots) are written."""
+    keep_snapshot: bool = True
+    """Also write tensor and distributed updates to `directory`, for servers that are restarted: at the speed of the bus
+    on a RAM disk, elsewhere from a copy in host memory while training goes on."""
+    backend: Literal["nccl", "gloo"] = "nccl"
+    """Backend of the distributed transport: nccl between GPUs, gloo between CPUs."""
+    master_address: str = "127.0.0.1"
+    """Address of this process for the servers (distributed)."""
+    senders: Senders = "one"
+    """Which ranks send weights (distributed), or pass them to other nodes (tensor). one: rank 0. stage: the first rank
+    of each pipeline stage. expert_group: also the first rank of each expert-parallel group."""
+    quantization: Quantization = "none"
+    """fp8: the sender quantises the matrices of attention and MLP in blocks of 128 × 128, as the Qwen FP8 checkpoints
+    have them, and sends half of the bytes; servers.model must be such a checkpoint."""
+    pack_experts: bool = False
+    """MoE models: send the experts of a layer as few large tensors (tensor, distributed). SGLang spends seconds on the
+    names of thousands of expert tensors. External servers need --custom-weight-loader megatron_dapo_experts.install."""
+    bucket_bytes: int = Field(512 << 20, gt=0)
+    """Largest size of one bucket of tensors. A sender needs memory for two."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds for one weight update call."""
+    in_flight: bool = True
+    """With max_staleness above 0. true: weights change while requests run; their next tokens come from the new weights.
+    false: a new version waits until the batches that max_staleness admits are complete, so timing does not change a
+    batch (exact resume with a deterministic engine), but engines wait for the trainer."""
+    pause_mode: PauseMode = "abort"
+    """Running requests while weights change. abort: they return what they have and are sent again; works with every
+    server. retract: they stay in the server, which computes their KV cache again. in_place: they keep the KV cache of
+    the older weights, which is fastest, but later log-probs are of neither version."""
+    proof: Literal["checksum", "probe", "version"] = "checksum"
+    """Checked besides the version that a server reports. checksum: the memory of every server has the checksum of every
+    tensor that was sent; external servers need --custom-weight-loader megatron_dapo_checksums.install
+    megatron_dapo_checksums.record_again, otherwise they are probed. probe: the servers agree on the log-probs of a
+    fixed text. version: nothing."""
 
     @model_validator(mode="after")
     def _snapshot_of_one_sender(self) -> WeightTransportConfig:
@@ -261,100 +236,69 @@ class WeightTransportConfig(Section):
 class SamplerConfig(Section):
     """Dynamic sampling: which groups make a batch, and what happens to the rest."""
 
-    oversampling: Literal["adaptive"] | Annotated[float, Field(ge=1)] = Field(
-        "adaptive",
-        description="Groups in flight for each missing group. adaptive: a margin ÷ the expected yield, and with "
-        "unfinished: continue no more than the engines can run at a time. The paper uses 3, in waves of 512.",
-    )
-    order: Literal["completion", "prompt"] = Field(
-        "completion",
-        description="completion: the first groups to finish fill the batch (faster, but prefers short responses). "
-        "prompt: groups are taken in the order of their prompts, so timing does not change the batch.",
-    )
-    fill: Literal["full", "dynamic"] = Field(
-        "full",
-        description="full: sample until the batch is full. dynamic: stop once kept and dropped groups together reach "
-        "the batch size, and train on the kept ones.",
-    )
-    max_generation_batches: int | None = Field(
-        10,
-        ge=1,
-        description="Limit on prompts per step, in batches of oversampling × prompts_per_step (adaptive counts as 1); "
-        "null: no limit.",
-    )
-    on_limit: Literal["train", "fill", "stop"] = Field(
-        "train",
-        description="At the limit: train on the kept groups, fill the batch with dropped ones, or stop the run (the "
-        "kept groups are saved and count when it resumes).",
-    )
-    unfinished: Literal["continue", "finish", "restart", "drop"] = Field(
-        "continue",
-        description="Samples that are running when the batch is full. continue: abort them and continue in the next "
-        "step with the new weights (partial rollouts). finish: wait for them. restart: sample them again from the "
-        "start in the next step. drop: discard them.",
-    )
-    surplus: Literal["keep", "drop"] = Field(
-        "keep", description="Kept groups beyond the batch: keep them for the next step, or drop them."
-    )
-    max_carryover_staleness: int = Field(
-        1, ge=0, description="How many weight versions older than the trained policy a carried-over token may be."
-    )
-    give_up_after: int | None = Field(
-        None, ge=2,
-        description="Reject a group as soon as its first N samples (by index) are all correct or all wrong, and "
-        "abort its other samples. Saves tokens, but also rejects groups that would have been informative, mostly very "
-        "easy and very hard ones. Needs group_filter: accuracy. null: decide when all samples are graded.",
-    )  # fmt: skip
-    max_failed_groups: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = Field(
-        8, description="Groups that may fail in one step before the run stops; below 1: as a share of the batch."
-    )
-    stall_timeout: float = Field(7200.0, gt=0, description="Seconds in which at least one sample must finish.")
+    oversampling: Literal["adaptive"] | Annotated[float, Field(ge=1)] = "adaptive"
+    """Groups in flight for each missing group. adaptive: a margin ÷ the expected yield, and with unfinished: continue
+    no more than the engines can run at a time. The paper uses 3, in waves of 512."""
+    order: Literal["completion", "prompt"] = "completion"
+    """completion: the first groups to finish fill the batch (faster, but prefers short responses). prompt: groups are
+    taken in the order of their prompts, so timing does not change the batch."""
+    fill: Literal["full", "dynamic"] = "full"
+    """full: sample until the batch is full. dynamic: stop once kept and dropped groups together reach the batch size,
+    and train on the kept ones."""
+    max_generation_batches: int | None = Field(10, ge=1)
+    """Limit on prompts per step, in batches of oversampling × prompts_per_step (adaptive counts as 1); null: no
+    limit."""
+    on_limit: Literal["train", "fill", "stop"] = "train"
+    """At the limit: train on the kept groups, fill the batch with dropped ones, or stop the run (the kept groups are
+    saved and count when it resumes)."""
+    unfinished: Literal["continue", "finish", "restart", "drop"] = "continue"
+    """Samples that are running when the batch is full. continue: abort them and continue in the next step with the new
+    weights (partial rollouts). finish: wait for them. restart: sample them again from the start in the next step. drop:
+    discard them."""
+    surplus: Literal["keep", "drop"] = "keep"
+    """Kept groups beyond the batch: keep them for the next step, or drop them."""
+    max_carryover_staleness: int = Field(1, ge=0)
+    """How many weight versions older than the trained policy a carried-over token may be."""
+    give_up_after: int | None = Field(None, ge=2)
+    """Reject a group as soon as its first N samples (by index) are all correct or all wrong, and abort its other
+    samples. Saves tokens, but also rejects groups that would have been informative, mostly very easy and very hard
+    ones. Needs group_filter: accuracy. null: decide when all samples are graded."""
+    max_failed_groups: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = 8
+    """Groups that may fail in one step before the run stops; below 1: as a share of the batch."""
+    stall_timeout: float = Field(7200.0, gt=0)
+    """Seconds in which at least one sample must finish."""
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "sglang"] = Field(
-        "sglang", description="embedded: transformers in this process (CPU, tests). sglang: SGLang servers."
-    )
-    samples_per_prompt: int = Field(16, ge=1, description="G: responses per prompt.")
-    max_prompt_tokens: int = Field(
-        2048, gt=0, description="Longest prompt, in tokens; data.too_long decides about longer ones."
-    )
-    max_response_tokens: int = Field(
-        20480,
-        gt=0,
-        description="Longest response, in tokens; one that reaches it ends there and counts as truncated. In "
-        "a conversation: everything after the prompt.",
-    )
-    temperature: float = Field(
-        1.0, gt=0, description="Divides the logits while sampling. The trainer divides its own, too: log-probs, ratios "
-        "and entropy are those at this temperature."
-    )  # fmt: skip
-    stop: list[NonEmptyText] = Field(
-        default_factory=list, description="Strings that end a response, besides the model's own end tokens."
-    )
-    stop_token_ids: list[TokenId] = Field(
-        default_factory=list, description="Tokens that end a response, besides the model's own."
-    )
-    generate: str | None = Field(
-        None,
-        description="python:module.function: a custom rollout, with several turns, tools or an environment "
-        "(docs/rollouts_of_your_own.md). null: a response is one generated turn.",
-    )
-    generate_settings: dict[str, Any] = Field(
-        default_factory=dict, description="Passed to the function of rollout.generate as its settings."
-    )
-    dynamic_sampling: bool = Field(True, description="Drop groups that group_filter rejects, and sample others.")
-    group_filter: str = Field(
-        "accuracy",
-        description="accuracy: keep groups with 0 < correct < G. reward-range: keep groups whose scores differ. "
-        "python:module.function: a custom filter, Group -> (keep, reason) or bool.",
-    )
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        description="How many weight versions older than the trained policy a token may be. 0: on-policy, engines "
-        "and trainer take turns. Above 0: engines generate the next batches while the trainer trains.",
-    )
+    engine: Literal["embedded", "sglang"] = "sglang"
+    """embedded: transformers in this process (CPU, tests). sglang: SGLang servers."""
+    samples_per_prompt: int = Field(16, ge=1)
+    """G: responses per prompt."""
+    max_prompt_tokens: int = Field(2048, gt=0)
+    """Longest prompt, in tokens; data.too_long decides about longer ones."""
+    max_response_tokens: int = Field(20480, gt=0)
+    """Longest response, in tokens; one that reaches it ends there and counts as truncated. In a conversation:
+    everything after the prompt."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits while sampling. The trainer divides its own, too: log-probs, ratios and entropy are those at
+    this temperature."""
+    stop: list[NonEmptyText] = Field(default_factory=list)
+    """Strings that end a response, besides the model's own end tokens."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    """Tokens that end a response, besides the model's own."""
+    generate: str | None = None
+    """python:module.function: a custom rollout, with several turns, tools or an environment
+    (docs/rollouts_of_your_own.md). null: a response is one generated turn."""
+    generate_settings: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function of rollout.generate as its settings."""
+    dynamic_sampling: bool = True
+    """Drop groups that group_filter rejects, and sample others."""
+    group_filter: str = "accuracy"
+    """accuracy: keep groups with 0 < correct < G. reward-range: keep groups whose scores differ.
+    python:module.function: a custom filter, Group -> (keep, reason) or bool."""
+    max_staleness: int = Field(0, ge=0)
+    """How many weight versions older than the trained policy a token may be. 0: on-policy, engines and trainer take
+    turns. Above 0: engines generate the next batches while the trainer trains."""
     sampler: SamplerConfig = SamplerConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     servers: ServerConfig = ServerConfig()

@@ -16,6 +16,7 @@ from megatron_dapo.config import (
     load_config,
     parse_config,
 )  # fmt: skip
+from megatron_dapo.config.explain import description
 from megatron_dapo.config.load import known_keys
 from megatron_dapo.config.other_names import spellings
 from megatron_dapo.config.schema import check_model, check_world
@@ -255,7 +256,7 @@ def fields(section=Config, path=""):
         if isinstance(inner, type) and issubclass(inner, Section):
             yield from fields(inner, f"{path}{name}.")
         else:
-            yield f"{path}{name}", field.description or ""
+            yield f"{path}{name}", description(f"{path}{name}")
 
 
 def test_every_key_is_described():
