@@ -37,19 +37,21 @@ HEAD = """\
 <!-- Written by tools/generate_config_reference.py: change the schema in megatron_dapo/config, then run it. -->
 # Configuration
 
-A run is one YAML file. `base: other.yaml` starts from another file, whose path is relative to this one; write only
-the settings that differ. For completion and help in an editor, begin a file with
-`# yaml-language-server: $schema=PATH`; `megatron-dapo explain --schema` prints the path. Every key has a default. Those
-of the algorithm, the batch sizes and the lengths are the published 32B run's
-([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), too large for a first run (`megatron-dapo init`
-writes smaller ones). That run differs from them in: @@DIFFERENCES@@.
+A run is one YAML file with the settings that differ from the defaults. `megatron-dapo init` writes one for your model
+and machine, `megatron-dapo train CONFIG --dry-run` checks it against the model, the data and the number of ranks, and
+writes the resolved configuration with every key to the run directory.
 
-`section.key=value` on the command line overrides a key, with or without `--set` before it; the value is read as YAML,
-so `null`, `true`, `1e-6` and `[a, b]` work. A key that takes text takes it as written, also ` #` and `: `, unless
-it is in quotes or null. An unknown key is an error that names the key you probably mean, our name for a key of another
-tool ([migration.md](migration.md)), or the keys of that section. `megatron-dapo train CONFIG --dry-run` checks a file
-against the model, the data and the number of ranks, and writes the resolved configuration with every key to the run
-directory.
+- **Defaults.** Those of the algorithm, the batch sizes and the lengths are from the published 32B run
+  ([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), too large for a first run. That run differs
+  from them in: @@DIFFERENCES@@.
+- **Command line.** `section.key=value` overrides a key, with or without `--set` before it. The value is read as YAML,
+  so `null`, `true`, `1e-6` and `[a, b]` work. Text is taken as written, also ` #` and `: `, unless it is in quotes or
+  null.
+- **Another file.** `base: other.yaml` starts from another file, whose path is relative to this one.
+- **Unknown keys** are errors that name the key you probably mean, our name for a key of another tool
+  ([migration.md](migration.md)), or the keys of that section.
+- **Editors.** For completion and help, begin a file with `# yaml-language-server: $schema=PATH`;
+  `megatron-dapo explain --schema` prints the path.
 
 """
 
@@ -140,7 +142,7 @@ def _differences() -> str:
     recipe = ("algorithm.", "reward.", "rollout.sampler.", "data.template", "data.too_long")
     found = [(key, values[1][key]) for key, value in values[0].items() if key.startswith(recipe) and value is not None
              and values[1][key] != value]  # fmt: skip
-    return ",\n".join(
+    return ",\n  ".join(
         f"`{key}: {value:g}`" if isinstance(value, float) else f"`{key}: {value}`" for key, value in found
     )
 
