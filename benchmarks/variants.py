@@ -64,8 +64,8 @@ def maths(rows: Path, out: Path) -> None:
 
     found = {}
     for row in pyarrow.parquet.read_table(rows).to_pylist():
-        question = row["prompt"][0]["content"]
-        found[question.strip().casefold()] = {"question": question, "answer": row["reward_model"]["ground_truth"]}
+        question, answer = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+        found[" ".join(question.split()).casefold()] = {"question": question, "answer": answer}
     lines = [json.dumps(row) + "\n" for row in found.values()]
     random.Random(0).shuffle(lines)
     out.mkdir(parents=True)
