@@ -77,7 +77,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.set_defaults(run=run)
-    parser.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv: with the libraries")
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv: also from libraries")
     return parser
 
 

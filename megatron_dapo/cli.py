@@ -166,7 +166,7 @@ def _add_init(sub: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("--model", required=True, help="HF directory, or a name on the hub")
     parser.add_argument("--data", required=True, help="prompts: a file, folder, pattern, or dataset of the hub")
-    parser.add_argument("--gpus", type=at_least(0), default=1, metavar="N", help="all GPUs (default 1); 0: the CPU")
+    parser.add_argument("--gpus", type=at_least(0), default=1, metavar="N", help="total GPUs (default 1); 0: the CPU")
     parser.add_argument("--gpu", default="h100", help="h100 (default), h200, a100, … as for plan")
     parser.add_argument("--slurm", action="store_true", help="name the command that submits a Slurm job")
     parser.add_argument("--output", metavar="FILE", help="file to create (default: print it)")
@@ -196,8 +196,8 @@ def _add_import(sub: Commands) -> None:
 
     parser = add_command(
         sub, "import", run,
-        "Convert a launch script or configuration of verl, slime, TRL, AReaL and others to YAML of ours. Units are\n"
-        "converted; comments name what needs thought and what has no equivalent. The file is read, not executed.",
+        "Convert a launch script or configuration of verl, slime, TRL, AReaL and others to a configuration. Units are\n"
+        "converted; comments name what to check and what has no equivalent. The file is read, not executed.",
         "examples:\n  megatron-dapo import run_qwen3_8b.sh --output run.yaml\n"
         "  megatron-dapo import grpo.py --gpus 8   # TRL: batches are per device",
     )  # fmt: skip
@@ -231,7 +231,7 @@ def _add_explain(sub: Commands) -> None:
 
     parser = add_command(
         sub, "explain", run,
-        "Explain a setting: its values, default, and what other tools call it; or which setting another tool's is.\n"
+        "Explain a setting: its values, default, and what other tools call it; or our name for one of theirs.\n"
         "Or, with RUN_DIR STEP SAMPLE, what each token of a sample added to the loss (needs observe.samples_tokens).",
         "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size\n"
         "  megatron-dapo explain runs/dapo 10 17\n"
@@ -265,7 +265,7 @@ def _add_ablate(sub: Commands) -> None:
 
     parser = add_command(
         sub, "ablate", run,
-        "Switch DAPO's changes, or VAPO's where the file has a critic, on and off in real runs; writes a table and an "
+        "Switch DAPO's changes (VAPO's if the file has a critic) on and off in real runs; write a table and an "
         "interactive page.",
         "examples:\n  megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3\n"
         "  megatron-dapo ablate examples/ablations/{entropy,signal}.yaml --grid --seeds 5 --jobs 14",
@@ -273,8 +273,8 @@ def _add_ablate(sub: Commands) -> None:
     add_config(parser, "YAML file of the full recipe; several: one task each", nargs="+")
     parser.add_argument(
         "--design", choices=("order", "grid", "leave-one-out"), default="order",
-        help="order: the paper's, changes added one by one (default). grid: all 16 combinations of the four changes. "
-        "leave-one-out: all changes, none, and all but one. order of VAPO: DAPO, then its seven parts left out",
+        help="order: changes added one by one, as in the paper (default). grid: all 16 combinations of the changes. "
+        "leave-one-out: all changes, none, and all but one. With a critic, order is DAPO plus leave-one-out",
     )  # fmt: skip
     parser.add_argument("--grid", action="store_true", help="short for --design grid")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")
@@ -355,8 +355,8 @@ def _add_convert(sub: Commands) -> None:
     )
     to_fp8 = add_command(
         inner, "hf-to-fp8", run,
-        "Write a HF model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"
-        "when weight sync sends fp8 (rollout.servers.model, rollout.weights.quantization).",
+        "Write a HF model with fp8 matrices, like the published Qwen FP8 checkpoints, for servers that get their\n"
+        "weights in fp8 (rollout.servers.model, rollout.weights.quantization).",
         "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8" + codes,
     )  # fmt: skip
     to_fp8.set_defaults(convert="hf_to_fp8")
@@ -569,11 +569,11 @@ def _add_plan(sub: Commands) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     """What both plan and simulate assume about GPUs, lengths and yield."""
     parser.add_argument("--gpu", default="h100", help="h100 (default), h200, h800, b200, a100, a100-40g, l40s, …")
-    parser.add_argument("--gpus", type=at_least(1), metavar="N", help="all GPUs (default: slurm.nodes × gpus_per_node)")
+    parser.add_argument("--gpus", type=at_least(1), metavar="N", help="GPUs (default: slurm.nodes × gpus_per_node)")
     parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: slurm.gpus_per_node")
     parser.add_argument("--engine-gpus", type=at_least(0), metavar="N", help="GPUs that only run engines; 0: engines "
                         "and trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
-    parser.add_argument("--mfu", type=float, default=0.65, help="share of the peak that very wide products reach "
+    parser.add_argument("--mfu", type=float, default=0.65, help="share of peak FLOPs that very wide products reach "
                         "(default 0.65)")  # fmt: skip
     parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: typical, or 256")
     parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: typical for model and "
@@ -674,7 +674,7 @@ def _add_slurm(sub: Commands) -> None:
     add_config(parser, "YAML file; its slurm section describes the job", nargs="?")
     parser.add_argument("--nodes", type=at_least(1), metavar="N", help="all nodes of the job (slurm.nodes)")
     parser.add_argument("--dry-run", action="store_true", help="check the run, write and print the script, then exit")
-    parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, each after the last")
+    parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, one after another")
     parser.add_argument("--seeds", type=_seeds, default=(), metavar="S1,S2", help="submit an array, one run per seed")
     parser.add_argument("--status", metavar="RUN_DIR", help="print the state of a run's jobs")
 
@@ -700,7 +700,7 @@ def _add_doctor(sub: Commands) -> None:
         "  megatron-dapo doctor run.yaml --only attention,ports\n\n"
         "exit codes: 0 no check failed (there may be warnings), 1 a check failed, 2 wrong input",
     )  # fmt: skip
-    text = "YAML file; its model, servers and paths are checked. A run directory: what the next start would find there"
+    text = "YAML file: check its model, servers and paths; run directory: check what the next start would find"
     add_config(parser, text, nargs="?")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the checks as JSON")
     parser.add_argument("--only", metavar="NAMES", help="comma-separated names of checks (default: all)")

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -27,7 +28,7 @@ Section.model_config["use_attribute_docstrings"] = True  # before there are sect
 
 from megatron_dapo.config import Config, load_config  # noqa: E402
 from megatron_dapo.config.explain import default_text, limits_text, type_text  # noqa: E402
-from megatron_dapo.config.other_names import Row, Tool, shown, tools  # noqa: E402
+from megatron_dapo.config.other_names import Tool, shown, tools  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "examples" / "qwen2.5_32b_dapo" / "dapo.yaml"
@@ -36,19 +37,21 @@ HEAD = """\
 <!-- Written by tools/generate_config_reference.py: change the schema in megatron_dapo/config, then run it. -->
 # Configuration
 
-A run is one YAML file. `base: other.yaml` starts from another file, whose path is relative to this one; write only
-the settings that differ. For completion and help in an editor, begin a file with
-`# yaml-language-server: $schema=PATH`; `megatron-dapo explain --schema` prints the path. Every key has a default. Those
-of the algorithm, the batch sizes and the lengths are the published 32B run's
-([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), too large for a first run (`megatron-dapo init`
-writes smaller ones). That run differs from them in: @@DIFFERENCES@@.
+A run is one YAML file with the settings that differ from the defaults. `megatron-dapo init` writes one for your model
+and machine, `megatron-dapo train CONFIG --dry-run` checks it against the model, the data and the number of ranks, and
+writes the resolved configuration with every key to the run directory.
 
-`section.key=value` on the command line overrides a key, with or without `--set` before it; the value is read as YAML,
-so `null`, `true`, `1e-6` and `[a, b]` work. A key that takes text takes it as written, also ` #` and `: `, unless
-it is in quotes or null. An unknown key is an error that names the key you probably mean, our name for a key of another
-tool ([migration.md](migration.md)), or the keys of that section. `megatron-dapo train CONFIG --dry-run` checks a file
-against the model, the data and the number of ranks, and writes the resolved configuration with every key to the run
-directory.
+- **Defaults.** Those of the algorithm, the batch sizes and the lengths are from the published 32B run
+  ([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), too large for a first run. That run differs
+  from them in: @@DIFFERENCES@@.
+- **Command line.** `section.key=value` overrides a key, with or without `--set` before it. The value is read as YAML,
+  so `null`, `true`, `1e-6` and `[a, b]` work. Text is taken as written, also ` #` and `: `, unless it is in quotes or
+  null.
+- **Another file.** `base: other.yaml` starts from another file, whose path is relative to this one.
+- **Unknown keys** are errors that name the key you probably mean, our name for a key of another tool
+  ([migration.md](migration.md)), or the keys of that section.
+- **Editors.** For completion and help, begin a file with `# yaml-language-server: $schema=PATH`;
+  `megatron-dapo explain --schema` prints the path.
 
 """
 
@@ -60,15 +63,16 @@ MIGRATION = """\
 megatron-dapo import run_qwen3_8b.sh --output run.yaml
 ```
 
-reads a launch script (shell, without executing it), a YAML file or a Python file of verl, slime, AReaL, TRL, ms-swift
-or NeMo-RL and writes a configuration of ours. Units are converted: slime's `--global-batch-size` counts samples,
-`trainer.mini_batch_prompts` prompts. Where a tool's default differs from ours, its default is written. Comments name
-the setting that each key is from, what is to fill in or to check, and what has no equivalent; no setting is dropped
-silently. The last section lists settings that need no equivalent.
+`import` reads a launch script (shell, without executing it), a YAML file or a Python file and writes a configuration.
 
-The tables below are what it knows. A YAML file with one of these names is refused with a message that names ours, and
-`megatron-dapo explain KEY` lists the names that other tools have for one of our keys. Names of other tools change
-between versions.
+- Units are converted: slime's `--global-batch-size` counts samples, our `trainer.mini_batch_prompts` counts prompts.
+- Where a tool's default differs from ours, the tool's default is written.
+- Comments name the setting behind each key, what you have to fill in or check, and what has no equivalent. No setting
+  is dropped silently.
+
+The tables below are what it knows; "there" is the other tool. A YAML file with one of these names is refused with a
+message that gives our name, and `megatron-dapo explain KEY` lists other tools' names for one of our keys. Names in
+other tools change between versions. The last section lists settings that you can leave out.
 """
 
 
@@ -76,24 +80,34 @@ def migration() -> str:
     """One section for each tool; last, what needs no setting here."""
     parts = [MIGRATION]
     for tool in tools().values():
-        found = [(shown(tool, row), row) for row in tool.rows.values()]
-        rows = [f"| `{name}` | `{row.to}` | {row.note} |\n" for name, row in found if row.to]
-        lost = [f"`{name}` ({row.none})" for name, row in found if not row.to and row.none and row.same is None]
+        found = [(f"`{shown(tool, row)}`", row) for row in tool.rows.values()]
+        rows = _grouped((f"`{row.to}` | {row.note}", name) for name, row in found if row.to)
+        lost = _grouped((row.none, name) for name, row in found if not row.to and row.none and row.same is None)
         parts.append(f"## {tool.title}\n\n" + (f"{tool.intro}\n\n" if tool.intro else "")
-                     + f"| {tool.title} | here | note |\n|---|---|---|\n" + "".join(rows)
-                     + (f"\nNo equivalent: {'; '.join(lost)}.\n" if lost else ""))  # fmt: skip
-    parts.append("## Nothing to set\n\nWith these values, these settings are what a run here does anyway.\n")
-    parts += [f"{tool.title}: {'; '.join(same)}.\n" for tool in tools().values() if (same := list(_same(tool)))]
+                     + f"| {tool.title} | here | note |\n|---|---|---|\n{rows}"
+                     + (f"\n| no equivalent | because |\n|---|---|\n{lost}" if lost else ""))  # fmt: skip
+    parts.append("## Nothing to set\n\nLeave these settings out. Where a value is given: only with that value.\n")
+    for tool in tools().values():
+        if same := _grouped(_same(tool)):
+            parts.append(f"| {tool.title} | here |\n|---|---|\n{same}")
     return "\n".join(parts)
 
 
-def _same(tool: Tool) -> Iterator[str]:
-    def text(row: Row) -> str:
-        return "" if row.same == "any" else ": " + " or ".join(f"`{json.dumps(value)}`" for value in row.same)
-
+def _same(tool: Tool) -> Iterator[tuple[str, str]]:
     for row in tool.rows.values():
         if row.same is not None and not row.to:
-            yield f"`{shown(tool, row)}`{text(row)}" + (f" ({row.note})" if row.note else "")
+            values = [] if row.same == "any" else [f"`{json.dumps(value)}`" for value in row.same]
+            value = f": {' or '.join(values)}" if values else ""
+            yield row.note or "what a run here does anyway", f"`{shown(tool, row)}`{value}"
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> str:
+    """Rows `| names | cells |` of a table: (cells, name) with the same cells are one row."""
+    names: dict[str, list[str]] = {}
+    for cells, name in rows:
+        names.setdefault(cells, []).append(name)
+    text = "".join(f"| {', '.join(found)} | {cells} |\n" for cells, found in names.items())
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
 
 
 def schema() -> str:
@@ -128,7 +142,7 @@ def _differences() -> str:
     recipe = ("algorithm.", "reward.", "rollout.sampler.", "data.template", "data.too_long")
     found = [(key, values[1][key]) for key, value in values[0].items() if key.startswith(recipe) and value is not None
              and values[1][key] != value]  # fmt: skip
-    return ",\n".join(
+    return ",\n  ".join(
         f"`{key}: {value:g}`" if isinstance(value, float) else f"`{key}: {value}`" for key, value in found
     )
 

@@ -103,9 +103,9 @@ class DistillationConfig(Section):
     weight: float = Field(1.0, gt=0)
     """Multiplies the advantage of every token."""
     alone: bool = False
-    """Without DAPO's advantages: grades are only reported, ungraded responses are trained too."""
+    """Without DAPO's advantages: grades are only reported, ungraded responses are trained on as well."""
     max_gap: float = Field(10.0, gt=0)
-    """Bound of |log π_teacher − log π_engine| of a token: none may dominate."""
+    """Bound of |log π_teacher − log π_engine| of a token, so that none dominates."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' bearer token; null: none is sent."""
     timeout: float = Field(300.0, gt=0)
@@ -134,15 +134,15 @@ class GAEConfig(Section):
     lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = "adaptive"
     """λ of the policy's advantages. adaptive: 1 − 1/(alpha·length) of each response, at least 0."""
     alpha: float = Field(0.05, gt=0)
-    """Of lambda_policy: adaptive. Responses below 1/alpha tokens have λ = 0."""
+    """For lambda_policy: adaptive. Responses below 1/alpha tokens have λ = 0."""
     lambda_critic: float = Field(1.0, ge=0, le=1)
-    """λ of the critic's targets. 1: the rewards to come."""
+    """λ of the critic's targets. 1: the reward-to-go."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of later rewards, per token; also of reinforce++."""
     whitening: Literal["none", "batch"] = "batch"
     """batch: advantages have mean 0 and std 1 over all tokens in the loss of a step."""
     bootstrap_truncated: bool = False
-    """The critic's value of the last token takes the place of the final reward of a truncated response."""
+    """The critic's value of the last token replaces the final reward of a truncated response."""
 
 
 class OffPolicyConfig(Section):
@@ -226,8 +226,8 @@ class OverlongConfig(Section):
 
 class AlgorithmConfig(Section):
     preset: Literal[tuple(PRESETS)] | None = None  # type: ignore[valid-type]
-    """A published method: sets keys of algorithm and rollout as in docs/algorithms.md. Keys that are set beside it
-    win."""
+    """A published method: sets keys of algorithm and rollout as in docs/algorithms.md. Keys that you
+    set yourself take precedence."""
     objective: str = "dapo"
     """dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight. python:module.name: a
     custom class, derived from megatron_dapo.algorithm.Objective."""

@@ -29,10 +29,10 @@ class CriticConfig(Section):
     checkpoint's critic/ folder. Empty: policy.model."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-6)
     clip: float | None = Field(0.5, gt=0)
-    """A value further than this from the one before the update gets no credit for a smaller loss; null: no clipping."""
+    """A value that the updates have moved by more than this gains nothing from a smaller loss; null: no clipping."""
     epochs: int = Field(1, ge=1)
     """Passes over the mini-batches of a step."""
     offload: bool | None = None
     """Policy and critic take turns on the GPU: the one that does not compute is in host memory; null: on CUDA. They
-    always do where the engines share the GPU."""
+    always do so if engines share the GPU."""
     pretraining: PretrainingConfig = PretrainingConfig()

@@ -53,7 +53,7 @@ class PromptFileConfig(Section):
     """Dotted path to a name, or an object with name and arguments, that rollout functions find in prompt.meta; null:
     environment, if any."""
     answer_marker: str = "####"
-    """If an answer contains it, the answer is what follows its last occurrence (GSM8K)."""
+    """If an answer contains it, only the text after its last occurrence counts (GSM8K)."""
     too_long: Literal["drop", "cut-left"] = "drop"
     """Prompts longer than rollout.max_prompt_tokens: drop them, or keep their end."""
     max_unusable: float = Field(0.5, ge=0, le=1)
@@ -239,7 +239,7 @@ class JudgeConfig(RemoteConfig):
     highest: float = 1.0
     """Score of the best response; lowest to highest is mapped onto the scale of reward.scores."""
     correct_from: float | None = None
-    """Least score of a correct response; null: above the middle of the scale."""
+    """Lowest score of a correct response; null: above the middle of the scale."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the judge."""
     max_tokens: int = Field(1024, gt=0)
@@ -298,13 +298,13 @@ class RewardConfig(Section):
     scores: Literal["plus-minus-one", "zero-one"] = "plus-minus-one"
     """Scores of correct and wrong responses: +1/−1, or 1/0."""
     dapo_rule: Literal["answer", "answer-or-box", "strict-box"] = "answer"
-    """Rule of the dapo grader. answer: the last `Answer:` line, as published. answer-or-box: the last box where there
+    """Rule of the dapo grader. answer: the last `Answer:` line, as published. answer-or-box: the last box if there
     is no such line. strict-box: only the last box, compared as it stands."""
     workers: int | None = Field(None, ge=1)
     """Grading processes; null: half the cores, at most 8."""
     environment: list[str] = Field(default_factory=list)
     """Names of environment variables that your grader reads, e.g. the key of a service. Grading processes get no others
-    but PATH, HOME, the locale and Python's."""
+    except PATH, HOME, the locale and Python's."""
     cpu_seconds: float = Field(5.0, gt=0)
     """CPU time (not wall time) that grading one response may use; a retry may use twice that."""
     memory_mb: int = Field(1024, ge=128)

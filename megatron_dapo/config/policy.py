@@ -139,7 +139,7 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters are trained instead of the model's weights, which stay as they are. A learning rate ten to
+    """Low-rank adapters are trained instead of the model's weights, which are frozen. A learning rate ten to
     twenty times that of full training is a good start."""
 
     rank: int = Field(0, ge=0)

@@ -211,7 +211,7 @@ class WeightTransportConfig(Section):
     """Checked besides the version that a server reports. checksum: the memory of every server has the checksum of every
     tensor that was sent; external servers need --custom-weight-loader megatron_dapo_checksums.install
     megatron_dapo_checksums.record_again, otherwise they are probed. probe: the servers agree on the log-probs of a
-    fixed text. version: nothing."""
+    fixed text. version: nothing more."""
 
     @model_validator(mode="after")
     def _snapshot_of_one_sender(self) -> WeightTransportConfig:
@@ -280,8 +280,8 @@ class RolloutConfig(Section):
     """Longest response, in tokens; one that reaches it ends there and counts as truncated. In a conversation:
     everything after the prompt."""
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits while sampling. The trainer divides its own, too: log-probs, ratios and entropy are those at
-    this temperature."""
+    """Divides the logits while sampling. The trainer divides its own by it as well: log-probs, ratios and
+    entropy are those at this temperature."""
     stop: list[NonEmptyText] = Field(default_factory=list)
     """Strings that end a response, besides the model's own end tokens."""
     stop_token_ids: list[TokenId] = Field(default_factory=list)

@@ -76,7 +76,7 @@ class TrainerConfig(Section):
     """Number and size of the steps, checkpoints, and the checks that end a run."""
 
     run_dir: PathText = "runs/default"
-    """Directory of the run. A run that is in it is resumed."""
+    """Directory of the run. An existing run in it is resumed."""
     ranks: int | None = Field(None, ge=1)
     """Ranks to start; null: one per GPU that servers leave, or as many as the layout needs."""
     steps: int = Field(330, gt=0)
@@ -88,7 +88,7 @@ class TrainerConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
     """Decides the order of the prompts, and the samples if the engine takes seeds."""
     old_logprobs: Literal["auto", "recompute", "engine"] = "auto"
-    """Log-probs of the denominator of the ratio. recompute: the trainer's own, before the first update of a step.
+    """Log-probs in the denominator of the ratio. recompute: the trainer's own, before the first update of a step.
     engine: the engine's, without that pass; train/mismatch_* is then measured by the first update of a step. auto:
     recompute if a step has more than one update, or if algorithm.off_policy reads them."""
     max_skipped_updates: int = Field(3, ge=0)
@@ -208,7 +208,7 @@ class SlurmConfig(Section):
     reservation: str | None = None
     """Run inside this reservation; null: none."""
     job_name: str = ""
-    """What squeue shows; empty: the name of the run directory."""
+    """Name in squeue; empty: the name of the run directory."""
     time: str = "24:00:00"
     """Time limit, as sbatch takes it; the run may be longer than one limit."""
     extra: list[str] = Field(default_factory=list)
@@ -219,7 +219,7 @@ class SlurmConfig(Section):
     engine_nodes: int = Field(0, ge=0)
     """Nodes among them that only run engines; 0: engines run on the trainer's nodes (colocated)."""
     gpus_per_node: int = Field(8, ge=0)
-    """GPUs of each node that the job gets; 0: a cluster without GPUs."""
+    """GPUs that the job gets on each node; 0: a cluster without GPUs."""
     tasks_per_node: int | None = Field(None, ge=1)
     """Trainer ranks on each node; null: one per GPU, or one per node without GPUs."""
     cpus_per_task: int | None = Field(None, ge=1)
