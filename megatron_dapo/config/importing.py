@@ -307,6 +307,19 @@ def kl_in_use(value: Any, found: Imported, row: Row, key: str) -> Any:
 
 
 @unit
+def with_critic(value: Any, found: Imported, row: Row, key: str) -> Any:
+    """Nothing where verl reads none of it. Its `lam` is that of both estimates."""
+    estimator = found.theirs("algorithm.adv_estimator")
+    if estimator != "gae" and (estimator, row.to) != ("reinforce_plus_plus", "algorithm.gae.gamma"):
+        return {}
+    if row.to == "algorithm.gae.lambda_policy":
+        return {row.to: value, "algorithm.gae.lambda_critic": value}
+    if row.to == "critic.pretraining.steps":  # there the first step that trains the policy
+        return max(0, value - 1)
+    return max(0, value) if row.to == "critic.optimizer.warmup_steps" else value
+
+
+@unit
 def loggers(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     names = value if isinstance(value, list) else [value]
     other = [name for name in names if name not in ("console", "wandb", "tensorboard", "none", "all")]

@@ -290,6 +290,34 @@ def test_files_that_are_none_are_refused(tmp_path, capsys, name, text, said):
     assert said in capsys.readouterr().err
 
 
+CRITIC = {
+    "algorithm.lam": 0.95, "algorithm.gamma": 0.99, "critic.optim.lr": 9e-6, "critic.model.path": "value-model",
+    "critic.cliprange_value": 0.2, "critic.ppo_epochs": 2, "trainer.critic_warmup": 10,
+    "critic.megatron.tensor_model_parallel_size": 2,
+}  # fmt: skip
+
+
+def settings_of_verl(estimator, **more):
+    found = convert(Script({"algorithm.adv_estimator": estimator, **more}), tools()["verl"])
+    assert not found.unknown and not found.none and not found.fill_in
+    return {key: value for key, value in found.settings.items() if key.startswith(("critic.", "algorithm.gae."))}
+
+
+def test_ppo_of_verl_keeps_its_critic():
+    """Its default λ is 1, ours adapts to the length; its policy is trained from step `critic_warmup` on."""
+    assert settings_of_verl("gae") == {
+        "algorithm.gae.lambda_policy": 1.0, "algorithm.gae.lambda_critic": 1.0, "critic.optimizer.lr": 1e-5,
+        "critic.optimizer.weight_decay": 0.01, "critic.optimizer.warmup_steps": 0,
+    }  # fmt: skip
+    assert settings_of_verl("gae", **CRITIC) == {
+        "algorithm.gae.lambda_policy": 0.95, "algorithm.gae.lambda_critic": 0.95, "algorithm.gae.gamma": 0.99,
+        "critic.optimizer.lr": 9e-6, "critic.optimizer.weight_decay": 0.01, "critic.optimizer.warmup_steps": 0,
+        "critic.model": "value-model", "critic.clip": 0.2, "critic.epochs": 2, "critic.pretraining.steps": 9,
+    }  # fmt: skip
+    assert settings_of_verl("grpo", **CRITIC) == {}
+    assert settings_of_verl("reinforce_plus_plus", **CRITIC) == {"algorithm.gae.gamma": 0.99}
+
+
 @pytest.mark.parametrize(
     ("key", "said"),
     [
