@@ -12,8 +12,6 @@ from megatron_dapo.config.base import Address, PathText, Section
 from megatron_dapo.plugins import is_plugin
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
 ADVANTAGES = ("group-std", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
 ObjectiveOption = bool | int | float | str
 # Settings that an objective has by default, where they differ from DAPO's. GSPO: as published (arXiv 2507.18071).

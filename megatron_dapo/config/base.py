@@ -18,8 +18,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from megatron_dapo.errors import ConfigError as ConfigError
 
 # YAML 1.2 (core schema) for PyYAML, which reads YAML 1.1: the only place that parses or writes YAML.
-
-
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(

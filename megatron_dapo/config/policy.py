@@ -329,10 +329,8 @@ class PolicyConfig(Section):
                 "moe.dispatcher allgather needs pipeline_parallel 1: pipeline stages exchange micro-batches of "
                 "different lengths, which Megatron refuses with it; use alltoall"
             )
-        experts, replica = (
-            self.expert_parallel * self.expert_tensor_parallel,
-            self.tensor_parallel * self.context_parallel,
-        )
+        experts = self.expert_parallel * self.expert_tensor_parallel
+        replica = self.tensor_parallel * self.context_parallel
         if self.moe.dispatcher == "allgather" and replica % experts:
             raise ValueError(
                 f"moe.dispatcher allgather needs expert_parallel × expert_tensor_parallel ({experts}) to divide "

@@ -80,22 +80,21 @@ def run(
     only: str | None = None,
     make: Callable[[Config, bool], list[Probe]] = probes,
 ) -> int:
-    chosen = _choose(
-        _in_run_dir(Path(config), overrides)
-        if config and Path(config).is_dir()
-        else make(load_config(config, overrides), config is not None),
-        only,
-    )
+    if config and Path(config).is_dir():
+        found = _in_run_dir(Path(config), overrides)
+    else:
+        found = make(load_config(config, overrides), config is not None)
     checks: list[Check] = []
     console = table_console()
-    for probe in chosen:  # one after the other, so that none disturbs the measured write speed
+    for probe in _choose(found, only):  # one after the other, so that none disturbs the measured write speed
         checks.append(examine(probe, timeout))
         if not as_json:
             print_check(checks[-1], console)
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        _print_summary(checks, console)
+        count = {status: sum(check.status == status for check in checks) for status in STYLES}
+        console.print(f"\n{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
@@ -125,8 +124,3 @@ def print_check(check: Check, console: Console) -> None:
     console.print(f"[{style}]{check.status:<5}[/]{escape(check.name):<15} {escape(lines[0])}", soft_wrap=True)
     for line in lines[1:]:
         console.print(f"{'':<{INDENT}}{escape(line)}", soft_wrap=True)
-
-
-def _print_summary(checks: list[Check], console: Console) -> None:
-    count = {status: sum(check.status == status for check in checks) for status in STYLES}
-    console.print(f"\n{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")
