@@ -183,8 +183,7 @@ class Config(Section):
         exact = {"max_mean_gap": 0.0, "max_gap": 0.0}
         return self.trainer.gate.model_copy(update=exact if self.policy.true_on_policy else {})
 
-    @model_validator(mode="after")
-    def _across_sections(self) -> Config:
+    def check(self) -> None:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_environment,
             self._check_critic, self._check_distillation, self._check_time_limits, self._check_off_policy,
@@ -192,7 +191,6 @@ class Config(Section):
         )  # fmt: skip
         for check in checks:
             check()
-        return self
 
     def _check_critic(self) -> None:
         pretraining = self.critic.pretraining
