@@ -81,7 +81,10 @@ def run(
     make: Callable[[Config, bool], list[Probe]] = probes,
 ) -> int:
     if config and Path(config).is_dir():
-        found = _in_run_dir(Path(config), overrides)
+        from megatron_dapo.doctor import run_directory  # imports torch
+
+        saved = Path(config, "config.yaml")
+        found = run_directory.probes(Path(config), load_config(saved if saved.is_file() else None, overrides))
     else:
         found = make(load_config(config, overrides), config is not None)
     checks: list[Check] = []
@@ -96,13 +99,6 @@ def run(
         count = {status: sum(check.status == status for check in checks) for status in STYLES}
         console.print(f"\n{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")
     return 1 if any(check.status == "fail" for check in checks) else 0
-
-
-def _in_run_dir(run_dir: Path, overrides: Sequence[str]) -> list[Probe]:
-    from megatron_dapo.doctor import run_directory  # imports torch
-
-    saved = run_dir / "config.yaml"
-    return run_directory.probes(run_dir, load_config(saved if saved.is_file() else None, overrides))
 
 
 def _choose(found: list[Probe], only: str | None) -> list[Probe]:

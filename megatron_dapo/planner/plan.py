@@ -205,14 +205,15 @@ def make_plan(
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit; what is set stays."""
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
-    planner = Planner(config, task_of(config, shape, cluster, work, mfu, layers))
-    found = list(search.candidates(planner.task, config.policy))
+    task = task_of(config, shape, cluster, work, mfu, layers)
+    planner = Planner(config, task)
+    found = list(search.candidates(task, config.policy))
     reason = None if choose else planner.why_not()
     chosen: Choice | None = None
     if choose:
         chosen = planner.best(found)
     elif reason is None:
-        chosen = planner.choice(search.judge(planner.task, config.policy), config.rollout.servers.tensor_parallel)
+        chosen = planner.choice(search.judge(task, config.policy), config.rollout.servers.tensor_parallel)
     problems = [reason] if reason else planner.problems(chosen)
     tp = chosen.engine.tensor_parallel if chosen and chosen.engine else config.rollout.servers.tensor_parallel
     if chosen and chosen.fits:
@@ -226,11 +227,11 @@ def make_plan(
         engines=[planner.choice(chosen.trainer, size) for size in planner.engine_sizes()] if chosen else [],
         changes=planner.smallest_change(found) if problems else None,
         problems=problems,
-        limit=planner.task.limit,
+        limit=task.limit,
         phases=phases,
         step_seconds=step_seconds(phases, overlaps=overlaps(config, cluster), apart=not cluster.colocated),
         steps=config.trainer.steps,
-        assumptions=assumption_lines(planner.task, config),
+        assumptions=[*_machine(task), *_workload(task, config), *_trainer(task), *_engine(task, config)],
     )  # fmt: skip
 
 
@@ -379,10 +380,6 @@ def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
         return assumptions.ENGINE_RELEASED_BYTES, library_bytes(cluster.trainer_gpus)
     # The engine allocates its share before the trainer starts, and keeps it.
     return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + ENGINE_OVERHEAD_BYTES, 0.0
-
-
-def assumption_lines(task: Task, config: Config) -> list[str]:
-    return [*_machine(task), *_workload(task, config), *_trainer(task), *_engine(task, config)]
 
 
 def _machine(task: Task) -> list[str]:
