@@ -111,10 +111,10 @@ def simulate(setting: Setting, steps: int, helpers: Helpers | None = None) -> Si
 
 def make_helpers(inputs: Inputs, whole: Cluster, free: bool) -> Helpers:
     """The trainer's GPUs as those of a colocated run, whose hand-overs and weight updates the planner knows."""
-    settings = [*inputs.settings, "rollout.max_staleness=0", "rollout.servers.share_gpus=true"]
+    settings = [*inputs.set, "rollout.max_staleness=0", "rollout.servers.share_gpus=true"]
     config = load_config(inputs.config, [*settings, "rollout.weights.transport=tensor"])
     cluster = replace(whole, gpus=whole.trainer_gpus, engine_gpus=0)
-    work = make_setting(inputs, load_config(inputs.config, inputs.settings), whole)[0].work
+    work = make_setting(inputs, load_config(inputs.config, inputs.set), whole)[0].work
     task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
     phases = step_phases(task, config.rollout, config.policy, judge(task, config.policy).memory, engine, None)

@@ -599,7 +599,7 @@ def _add_simulate(sub: Commands) -> None:
         from megatron_dapo.planner.simulation.command import run
 
         options = _planner_options(args)
-        incidents = {key: options.pop(key) for key in _add_incidents(argparse.ArgumentParser())}
+        incidents = {key: options.pop(key) for key in (*INCIDENTS, "tool_seconds", "tool_calls", "kept_end")}
         return run(**options, incidents=incidents)
 
     parser = add_command(
@@ -628,21 +628,22 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
 
 
-def _add_incidents(parser: argparse.ArgumentParser) -> list[str]:
-    """The names of the flags."""
-    lists = {
-        "slow": ("N:SPEED", "N servers at this share of the speed of the others"),
-        "mixed": ("N:GPU", "N servers on another GPU"),
-        "dies": ("N@SECONDS", "N servers die after SECONDS; their requests start again elsewhere"),
-        "joins": ("N@SECONDS", "N servers join after SECONDS"),
-    }
-    for name, (form, text) in lists.items():
+# What may happen to servers: the form of the argument, and its help.
+INCIDENTS = {
+    "slow": ("N:SPEED", "N servers at this share of the speed of the others"),
+    "mixed": ("N:GPU", "N servers on another GPU"),
+    "dies": ("N@SECONDS", "N servers die after SECONDS; their requests start again elsewhere"),
+    "joins": ("N@SECONDS", "N servers join after SECONDS"),
+}
+
+
+def _add_incidents(parser: argparse.ArgumentParser) -> None:
+    for name, (form, text) in INCIDENTS.items():
         parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=text)
     parser.add_argument("--tool-seconds", type=at_least(0, float), default=0.0, metavar="S", help="mean time of a tool "
                         "call; the response waits for it without using an engine")  # fmt: skip
     parser.add_argument("--tool-calls", type=at_least(1), default=1, metavar="N", help="tool calls of a response")
     parser.add_argument("--kept-end", type=float, metavar="SHARE", help="share of kept groups in the last step")
-    return [*lists, "tool_seconds", "tool_calls", "kept_end"]
 
 
 def _add_slurm(sub: Commands) -> None:

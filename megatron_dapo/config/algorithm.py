@@ -12,8 +12,6 @@ from megatron_dapo.config.base import Address, PathText, Section
 from megatron_dapo.plugins import is_plugin
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
 ADVANTAGES = ("group-std", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
 ObjectiveOption = bool | int | float | str
 # Settings that an objective has by default, where they differ from DAPO's. GSPO: as published (arXiv 2507.18071).
@@ -119,13 +117,11 @@ class DistillationConfig(Section):
     def enabled(self) -> bool:
         return bool(self.urls or self.model)
 
-    @model_validator(mode="after")
-    def _one_teacher(self) -> DistillationConfig:
+    def check(self) -> None:
         if self.urls and self.model:
             raise ValueError("urls and model name two teachers: remove one of them")
         if self.alone and not self.enabled:
             raise ValueError("alone is true, but there is no teacher: set urls or model")
-        return self
 
 
 class GAEConfig(Section):
@@ -180,11 +176,9 @@ class OffPolicyConfig(Section):
             )
         return bounds
 
-    @model_validator(mode="after")
-    def _weights_to_normalize(self) -> OffPolicyConfig:
+    def check(self) -> None:
         if self.normalize_weights and self.importance_weight == "off":
             raise ValueError("normalize_weights is true, but importance_weight is off: set it to token or sequence")
-        return self
 
     @property
     def reads_old_logprobs(self) -> list[str]:
@@ -217,11 +211,9 @@ class OverlongConfig(Section):
     factor: float = Field(1.0, ge=0)
     """The largest penalty (soft, linear) or the weight (relative)."""
 
-    @model_validator(mode="after")
-    def _statistics_of_the_filter(self) -> OverlongConfig:
+    def check(self) -> None:
         if self.group_statistics == "in_loss" and not self.filter:
             raise ValueError("group_statistics is in_loss, but filter is false: all responses are in the loss")
-        return self
 
 
 class AlgorithmConfig(Section):
@@ -312,8 +304,7 @@ class AlgorithmConfig(Section):
         """Whether a response is compared with the others of its prompt; then there must be others."""
         return self.advantage in ("group-std", "group-mean", "rloo", "reinforce++-baseline")
 
-    @model_validator(mode="after")
-    def _bounds(self) -> AlgorithmConfig:
+    def check(self) -> None:
         if self.clip_low > 1:
             raise ValueError(
                 f"clip_low is {self.clip_low}, but 1 − clip_low must not be negative: set it between 0 and 1"
@@ -332,4 +323,3 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"dual_clip is {self.dual_clip}, but must be greater than 1: use the paper script's 10, or null for off"
             )
-        return self

@@ -1,7 +1,8 @@
 """The base of every configuration section: frozen and typed; unknown keys are errors.
 
 Values are what their field asks for: a boolean is not a number, infinity and NaN are refused, a text field takes a
-number as it was written, `~` in a path is the home directory, and an address holds no password.
+number as it was written, `~` in a path is the home directory, and an address holds no password. What a key does is
+the docstring below its field, of which tools/generate_config_reference.py makes the reference and the JSON schema.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ import os
 import re
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_dapo.errors import ConfigError as ConfigError
 
 # YAML 1.2 (core schema) for PyYAML, which reads YAML 1.1: the only place that parses or writes YAML.
-
-
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
@@ -155,6 +154,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    def check(self) -> None:
+        """Raises ValueError where keys of this section exclude each other."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self.check()
+        return self
 
     @field_validator("*", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -111,13 +111,11 @@ class SourceConfig(Section):
     answer_marker: str | None = None
     """As data.answer_marker."""
 
-    @model_validator(mode="after")
-    def _complete(self) -> SourceConfig:
+    def check(self) -> None:
         if not self.path:
             raise ValueError("path is empty: name a jsonl or parquet file")
         if self.name and not METRIC_NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} becomes part of metric names: use letters, digits and . _ + - only")
-        return self
 
     @property
     def label(self) -> str:
@@ -130,8 +128,7 @@ class PromptFilesConfig(PromptFileConfig):
     if TYPE_CHECKING:
         sources: Sequence[SourceConfig]
 
-    @model_validator(mode="after")
-    def _names(self) -> Self:
+    def check(self) -> None:
         if self.path and self.sources:
             raise ValueError(
                 f"path is {self.path!r} and sources is not empty: move the path into sources, or remove one of them"
@@ -140,7 +137,6 @@ class PromptFilesConfig(PromptFileConfig):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"sources: two files are called {name!r} in metrics: give one of them another `name`")
-        return self
 
     @property
     def files(self) -> dict[str, PromptFileConfig]:
@@ -245,8 +241,7 @@ class JudgeConfig(RemoteConfig):
     max_tokens: int = Field(1024, gt=0)
     """Most tokens of the judge's reply."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> JudgeConfig:
+    def check(self) -> None:
         if self.highest <= self.lowest:
             raise ValueError(f"highest ({self.highest:g}) must be more than lowest ({self.lowest:g})")
         try:
@@ -257,7 +252,6 @@ class JudgeConfig(RemoteConfig):
             raise ValueError(f"score_pattern needs one group, the number; it has {groups}")
         if "{response}" not in self.prompt:
             raise ValueError("prompt has no {response}: the judge would not see what it judges")
-        return self
 
 
 class WeightedGraderConfig(Section):
@@ -276,12 +270,10 @@ class WeightedGraderConfig(Section):
     def label(self) -> str:
         return self.name or re.sub(r"[^\w.+-]+", "_", self.grader.rpartition(".")[2].removeprefix("python:"))
 
-    @model_validator(mode="after")
-    def _complete(self) -> WeightedGraderConfig:
+    def check(self) -> None:
         check_grader(self.grader, self.http, self.judge)
         if self.name and not METRIC_NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} becomes part of metric names: use letters, digits and . _ + - only")
-        return self
 
 
 class RewardConfig(Section):
@@ -324,8 +316,7 @@ class RewardConfig(Section):
     def worker_count(self) -> int:
         return self.workers or max(1, min(8, (os.cpu_count() or 2) // 2))
 
-    @model_validator(mode="after")
-    def _known_grader(self) -> RewardConfig:
+    def check(self) -> None:
         names = [grader.label for grader in self.graders]
         for name in names:
             if names.count(name) > 1:
@@ -336,7 +327,6 @@ class RewardConfig(Section):
             raise ValueError(f"grader is {self.grader!r} and graders is not empty: list all of them under graders")
         elif not any(grader.weight for grader in self.graders):
             raise ValueError("graders: every weight is 0, so every score would be 0: give one of them a weight")
-        return self
 
 
 def check_grader(name: str, http: HttpRewardConfig, judge: JudgeConfig) -> None:
@@ -414,10 +404,8 @@ class EvalConfig(Section):
         powers = [2**i for i in range(self.samples.bit_length()) if 2**i < self.samples]
         return [*powers, self.samples]
 
-    @model_validator(mode="after")
-    def _enough_samples(self) -> EvalConfig:
+    def check(self) -> None:
         most = max([self.samples, *(source.samples or 0 for source in self.data.sources)])
         for k in self.pass_at:
             if not 1 <= k <= most:
                 raise ValueError(f"pass_at has {k}, but needs 1 ≤ k ≤ samples ({most}): raise samples")
-        return self

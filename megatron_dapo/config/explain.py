@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.base import ConfigError, differences
-from megatron_dapo.config.load import field_of, known_keys, load_config, section_of, suggestion
+from megatron_dapo.config.load import annotation_of, field_of, known_keys, load_config, section_of, suggestion
 from megatron_dapo.config.other_names import find_row, names_of
 
 SCHEMA = Path(__file__).with_name("config.schema.json")
@@ -37,14 +37,14 @@ complete -o default -F _megatron_dapo megatron-dapo"""
 def completion(shell: str, options: dict[str, list[str]]) -> str:
     """A script for bash or zsh: commands, their options, and the settings, which a dot begins."""
     lines = [f'            {name}) words="{" ".join(words)}";;' for name, words in options.items()]
-    keys = [key for key in known_keys() if section_of(getattr(field_of(key.split(".")), "annotation", None)) is None]
+    keys = [key for key in known_keys() if section_of(annotation_of(key)) is None]
     parts = {"@COMMANDS@": " ".join(options), "@KEYS@": " ".join(keys), "@OPTIONS@": "\n".join(lines)}
     script = reduce(lambda text, part: text.replace(*part), parts.items(), BASH)
     return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
 
 
 def explain(key: str) -> str:
-    field = field_of(key.split("."))
+    field = field_of(key)
     if field is None:
         if row := find_row(key.lstrip("-").replace("-", "_")):
             return f"{key}: {row.answer}" + (f"\n\n{explain(row.to)}" if row.to else "")

@@ -168,7 +168,7 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
 
 
 def _admits(key: str, kind: type) -> bool:
-    return admits(annotation_of(key.split(".")), kind)
+    return admits(annotation_of(key), kind)
 
 
 def _enough_tokens(found: Imported) -> None:

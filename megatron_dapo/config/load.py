@@ -113,7 +113,7 @@ def apply_overrides(raw: dict[str, Any], items: Iterable[str]) -> dict[str, Any]
         shown = f"--set {hide_secrets(item)!r}"
         if not equals or not all(key.split(".")):
             raise ConfigError(f"{shown}: expected section.key=value, for example --set policy.tensor_parallel=2")
-        takes_text = admits(annotation_of(key.split(".")), str)
+        takes_text = admits(annotation_of(key), str)
         is_text = takes_text and not QUOTED_OR_NULL.fullmatch(text) and not (key in LISTS and text.startswith("["))
         try:
             value = text if is_text else parse_yaml(text)
@@ -155,18 +155,19 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
         yield f"{prefix}{name}"
 
 
-def field_of(parts: list[str]) -> FieldInfo | None:
+def field_of(key: str) -> FieldInfo | None:
     """The field of a dotted key; None if there is no such key."""
     model: type[BaseModel] | None = Config
-    for part in parts[:-1]:
-        field = model.model_fields.get(part) if model else None
+    *sections, name = key.split(".")
+    for section in sections:
+        field = model.model_fields.get(section) if model else None
         model = section_of(field.annotation) if field else None
-    return model.model_fields.get(parts[-1]) if model else None
+    return model.model_fields.get(name) if model else None
 
 
-def annotation_of(parts: list[str]) -> Any:
+def annotation_of(key: str) -> Any:
     """The type of a dotted key; None if there is no such key."""
-    field = field_of(parts)
+    field = field_of(key)
     return field.annotation if field else None
 
 

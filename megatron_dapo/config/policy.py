@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_dapo.config.base import PathText, Section
 from megatron_dapo.config.megatron_fields import OWNED, REFUSED, found_in
@@ -29,8 +29,7 @@ class MegatronOptions(Section):
     optimizer: dict[str, Any] = Field({})
     """Fields of OptimizerConfig: AdamW and its memory."""
 
-    @model_validator(mode="after")
-    def _fields(self) -> MegatronOptions:
+    def check(self) -> None:
         for kind in OWNED:
             for field in getattr(self, kind):
                 owner, why = found_in(OWNED[kind], field), found_in(REFUSED[kind], field)
@@ -39,7 +38,6 @@ class MegatronOptions(Section):
                     raise ValueError(f"{kind}.{field} is set by {owner}; {to_do}")
                 if why:
                     raise ValueError(f"{kind}.{field} cannot be used: {why}; remove it")
-        return self
 
 
 class MoEConfig(Section):
@@ -73,13 +71,11 @@ class Fp8Config(Section):
         """Tokens of a packed micro-batch on one rank must be a multiple of this."""
         return {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
 
-    @model_validator(mode="after")
-    def _layers(self) -> Fp8Config:
+    def check(self) -> None:
         if self.first_last_layers_bf16 and self.recipe in ("none", "delayed"):
             raise ValueError(
                 f"first_last_layers_bf16 has no effect with recipe {self.recipe!r}: use tensorwise, blockwise or mxfp8"
             )
-        return self
 
 
 class OptimizerConfig(Section):
@@ -118,8 +114,7 @@ class OptimizerConfig(Section):
     exp_avg_sq_dtype: StateType = "fp32"
     """Type of Adam's mean of the squared gradients."""
 
-    @model_validator(mode="after")
-    def _order(self) -> OptimizerConfig:
+    def check(self) -> None:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr}): lower min_lr")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
@@ -127,15 +122,10 @@ class OptimizerConfig(Section):
                 f"decay_steps ({self.decay_steps}) must be more than warmup_steps ({self.warmup_steps}): both count "
                 "from the first step"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _state(self) -> OptimizerConfig:
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) != "fp32" and (not self.precision_aware or self.cpu_offload):
                 why = "cpu_offload keeps fp32 state" if self.cpu_offload else "precision_aware is false"
                 raise ValueError(f"{name} is {getattr(self, name)}, but {why}: remove it or change the other")
-        return self
 
 
 class LoraConfig(Section):
@@ -151,11 +141,9 @@ class LoraConfig(Section):
     start: str = ""
     """PEFT directory of the adapter that training starts from; empty: a new one."""
 
-    @model_validator(mode="after")
-    def _is_on(self) -> LoraConfig:
+    def check(self) -> None:
         if not self.rank and (self.targets or self.start):
             raise ValueError("targets and start need a rank above 0")
-        return self
 
 
 class PolicyConfig(Section):
@@ -270,12 +258,7 @@ class PolicyConfig(Section):
         """Ranks that hold one replica of the model (and its sequence shards)."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
-    @model_validator(mode="after")
-    def _layout(self) -> PolicyConfig:
-        return self.check_layout()
-
-    def check_layout(self) -> PolicyConfig:
-        """Raises ValueError where settings exclude each other."""
+    def check(self) -> None:
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(
                 f"virtual_pipeline is {self.virtual_pipeline} but pipeline_parallel is 1: "
@@ -288,7 +271,6 @@ class PolicyConfig(Section):
         # Few models have heads for another tensor_parallel: check_model names those first.
         if self.alignment_problem and not self.tensor_parallel & (self.tensor_parallel - 1):
             raise ValueError(self.alignment_problem)
-        return self
 
     @property
     def alignment_problem(self) -> str:
@@ -329,10 +311,8 @@ class PolicyConfig(Section):
                 "moe.dispatcher allgather needs pipeline_parallel 1: pipeline stages exchange micro-batches of "
                 "different lengths, which Megatron refuses with it; use alltoall"
             )
-        experts, replica = (
-            self.expert_parallel * self.expert_tensor_parallel,
-            self.tensor_parallel * self.context_parallel,
-        )
+        experts = self.expert_parallel * self.expert_tensor_parallel
+        replica = self.tensor_parallel * self.context_parallel
         if self.moe.dispatcher == "allgather" and replica % experts:
             raise ValueError(
                 f"moe.dispatcher allgather needs expert_parallel × expert_tensor_parallel ({experts}) to divide "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, TokenId, hide_secrets, is_secret
 from megatron_dapo.config.policy import LoraConfig
@@ -150,8 +150,7 @@ class ServerConfig(Section):
                 raise ValueError("an argument holds a password, which would be written to the run directory")
         return arguments
 
-    @model_validator(mode="after")
-    def _reachable(self) -> ServerConfig:
+    def check(self) -> None:
         if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key_env:
             raise ValueError(
                 f"host is {self.host}: a server that others can reach needs a key: set api_key_env, or 127.0.0.1"
@@ -163,7 +162,6 @@ class ServerConfig(Section):
                 raise ValueError(f"{url} lets others add servers, which needs a key: set api_key_env")
             if is_source(url) and self.share_gpus:
                 raise ValueError(f"{url} names servers that come and go, which share_gpus does not allow")
-        return self
 
 
 Senders = Literal["one", "stage", "expert_group"]
@@ -213,14 +211,12 @@ class WeightTransportConfig(Section):
     megatron_dapo_checksums.record_again, otherwise they are probed. probe: the servers agree on the log-probs of a
     fixed text. version: nothing more."""
 
-    @model_validator(mode="after")
-    def _snapshot_of_one_sender(self) -> WeightTransportConfig:
+    def check(self) -> None:
         if self.senders != "one" and self.keep_snapshot and self.transport != "disk":
             raise ValueError(
                 f"senders is {self.senders} and keep_snapshot is true, but no rank has all weights: set keep_snapshot "
                 "to false (a restarted server then gets its weights with the next update), or senders to one"
             )
-        return self
 
     @property
     def writes_files(self) -> bool:
@@ -337,8 +333,7 @@ class RolloutConfig(Section):
     def broadcasts_weights(self) -> bool:
         return self.engine == "sglang" and self.weights.transport == "distributed"
 
-    @model_validator(mode="after")
-    def _options(self) -> RolloutConfig:
+    def check(self) -> None:
         if self.servers.share_gpus and self.max_staleness:
             raise ValueError(
                 "servers.share_gpus is on and max_staleness is above 0: engines cannot generate while the trainer uses "
@@ -377,7 +372,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"sampler.give_up_after is {after}: it must be less than samples_per_prompt ({self.samples_per_prompt})"
             )
-        return self
 
     def _check_adapters(self) -> None:
         refused = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -105,28 +106,25 @@ class Config(Section):
             found += [f"{key} has no effect with rollout.engine: embedded" for key in keys]
         return found
 
-    def _uncorrected_staleness(self) -> list[str]:
+    def _uncorrected_staleness(self) -> Iterator[str]:
         """The ratio to a recomputed π_old says nothing about the distance from the policy that generated."""
         off_policy, staleness = self.algorithm.off_policy, self.rollout.max_staleness
         corrected = off_policy.reads_old_logprobs or off_policy.opsm_delta is not None
-        if staleness < 2 or corrected or not self.recomputes_old_logprobs:
-            return []
-        found = (
-            f"rollout.max_staleness is {staleness} and algorithm.off_policy corrects nothing: stale batches push the "
-        )
-        return [found + "policy further than a clipped ratio shows. Set algorithm.off_policy.importance_weight: token"]
+        if staleness >= 2 and not corrected and self.recomputes_old_logprobs:
+            yield (
+                f"rollout.max_staleness is {staleness} and algorithm.off_policy corrects nothing: stale batches push "
+                "the policy further than a clipped ratio shows. Set algorithm.off_policy.importance_weight: token"
+            )
 
-    def _penalty_in_wrong_groups(self) -> list[str]:
+    def _penalty_in_wrong_groups(self) -> Iterator[str]:
         """Dynamic sampling drops groups without a right response before the penalty is added (examples/ablations)."""
-        penalty = self.algorithm.overlong.penalty
-        if penalty == "none" or self.rollout.dynamic_sampling or self.algorithm.advantage != "group-std":
-            return []
-        found = (
-            f"algorithm.overlong.penalty is {penalty} and rollout.dynamic_sampling is false: in a group without a "
-            "right response the penalty alone differs, and the group's std makes it as large as a reward, so short "
-            "wrong responses are reinforced. Turn dynamic sampling on, or use algorithm.advantage: group-mean"
-        )
-        return [found]
+        penalty, keeps_all = self.algorithm.overlong.penalty, not self.rollout.dynamic_sampling
+        if penalty != "none" and keeps_all and self.algorithm.advantage == "group-std":
+            yield (
+                f"algorithm.overlong.penalty is {penalty} and rollout.dynamic_sampling is false: in a group without a "
+                "right response the penalty alone differs, and the group's std makes it as large as a reward, so short "
+                "wrong responses are reinforced. Turn dynamic sampling on, or use algorithm.advantage: group-mean"
+            )
 
     @property
     def overlong_max_length(self) -> int:
@@ -185,8 +183,7 @@ class Config(Section):
         exact = {"max_mean_gap": 0.0, "max_gap": 0.0}
         return self.trainer.gate.model_copy(update=exact if self.policy.true_on_policy else {})
 
-    @model_validator(mode="after")
-    def _across_sections(self) -> Config:
+    def check(self) -> None:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_environment,
             self._check_critic, self._check_distillation, self._check_time_limits, self._check_off_policy,
@@ -194,7 +191,6 @@ class Config(Section):
         )  # fmt: skip
         for check in checks:
             check()
-        return self
 
     def _check_critic(self) -> None:
         pretraining = self.critic.pretraining

@@ -7,7 +7,7 @@ import re
 import shlex
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from megatron_dapo.config.base import PathText, Section
 
@@ -63,13 +63,11 @@ class HeartbeatConfig(Section):
     finished response of an evaluation, or a running weight update or engine start, which have their own time limits.
     Must be more than rollout.sampler.stall_timeout, whose error saves the run."""
 
-    @model_validator(mode="after")
-    def _order(self) -> HeartbeatConfig:
+    def check(self) -> None:
         if self.silent <= 2 * self.every:
             raise ValueError(
                 f"silent ({self.silent:g}) must be more than two heartbeats (every is {self.every:g}): raise it"
             )
-        return self
 
 
 class TrainerConfig(Section):
@@ -104,14 +102,12 @@ class TrainerConfig(Section):
             raise ValueError(f"found {path!r}: name a directory of its own for checkpoints, logs and config.yaml")
         return path
 
-    @model_validator(mode="after")
-    def _whole_mini_batches(self) -> TrainerConfig:
+    def check(self) -> None:
         if self.prompts_per_step % self.mini_batch_prompts:
             raise ValueError(
                 f"prompts_per_step ({self.prompts_per_step}) must be a multiple of mini_batch_prompts "
                 f"({self.mini_batch_prompts}), or the last update of every step is smaller than the others"
             )
-        return self
 
     @property
     def updates_per_step(self) -> int:
@@ -169,12 +165,10 @@ class ObserveConfig(Section):
     tensorboard: bool = False
     """Event files in logs/tensorboard; needs the extra `tensorboard`."""
 
-    @model_validator(mode="after")
-    def _steps_in_order(self) -> ObserveConfig:
+    def check(self) -> None:
         steps = self.profile_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"profile_steps is {steps}: expected [first, last], and 1 ≤ first ≤ last")
-        return self
 
 
 # What sbatch --time takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
@@ -330,8 +324,7 @@ class SlurmConfig(Section):
             check_not_ours(name)
         return value
 
-    @model_validator(mode="after")
-    def _nodes(self) -> SlurmConfig:
+    def check(self) -> None:
         if self.engine_nodes >= self.nodes:
             raise ValueError(
                 f"engine_nodes is {self.engine_nodes} of {self.nodes} nodes, which leaves none to train on: raise nodes"
@@ -346,7 +339,6 @@ class SlurmConfig(Section):
             raise ValueError("spare_nodes would be idle without a network check: set network_check to true")
         if self.gpu_request == "none" and self.gpus_per_node and not self.exclusive:
             raise ValueError("gpu_request is none, so other jobs could use the same GPUs: set exclusive to true")
-        return self
 
     @property
     def checks_network(self) -> bool:

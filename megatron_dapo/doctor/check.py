@@ -1,4 +1,4 @@
-"""A check is a small function that tests one thing and returns ok, warn or fail, with a remedy.
+"""A check is a small function that tests one thing and returns `ok`, `warn` or `fail`, the last two with a remedy.
 
 Each check has a time limit: a hanging file system or driver fails that check and does not hang the doctor. A check that
 raises fails with the error.
@@ -6,11 +6,10 @@ raises fails with the error.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Status = Literal["ok", "warn", "fail"]
@@ -18,12 +17,24 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` describes the machine, `remedy` says what to change (empty when ok)."""
+    """`found` describes the machine, `remedy` says what to change (empty when ok). `examine` knows the name."""
 
     name: str
     status: Status
     found: str
     remedy: str = ""
+
+
+def ok(found: str) -> Check:
+    return Check("", "ok", found)
+
+
+def warn(found: str, remedy: str) -> Check:
+    return Check("", "warn", found, remedy)
+
+
+def fail(found: str, remedy: str) -> Check:
+    return Check("", "fail", found, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +55,16 @@ def examine(probe: Probe, seconds: float | None = None) -> Check:
         try:
             results.append(probe.look())
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            results.append(Check(probe.name, "fail", f"the check itself failed: {reason}", "read the error; if this "
-                                 "machine is not the cause, report it"))  # fmt: skip
+            found = f"the check itself failed: {type(error).__name__}: {error}"
+            results.append(fail(found, "read the error; if this machine is not the cause, report it"))
 
     thread = threading.Thread(target=look, name=f"doctor-{probe.name}", daemon=True)
     thread.start()
     thread.join(limit)
-    if results:
-        return results[0]
-    remedy = "what it tests hangs (a network file system, a driver, a controller): look there first"
-    return Check(probe.name, "fail", f"no result within {limit:g} s", remedy)
+    if not results:
+        remedy = "what it tests hangs (a network file system, a driver, a controller): look there first"
+        results.append(fail(f"no result within {limit:g} s", remedy))
+    return replace(results[0], name=probe.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +102,3 @@ def run_command(
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def version_tuple(text: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" is (2, 13, 0); the first part that is not a number ends it."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()

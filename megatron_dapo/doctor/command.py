@@ -80,30 +80,25 @@ def run(
     only: str | None = None,
     make: Callable[[Config, bool], list[Probe]] = probes,
 ) -> int:
-    chosen = _choose(
-        _in_run_dir(Path(config), overrides)
-        if config and Path(config).is_dir()
-        else make(load_config(config, overrides), config is not None),
-        only,
-    )
+    if config and Path(config).is_dir():
+        from megatron_dapo.doctor import run_directory  # imports torch
+
+        saved = Path(config, "config.yaml")
+        found = run_directory.probes(Path(config), load_config(saved if saved.is_file() else None, overrides))
+    else:
+        found = make(load_config(config, overrides), config is not None)
     checks: list[Check] = []
     console = table_console()
-    for probe in chosen:  # one after the other, so that none disturbs the measured write speed
+    for probe in _choose(found, only):  # one after the other, so that none disturbs the measured write speed
         checks.append(examine(probe, timeout))
         if not as_json:
             print_check(checks[-1], console)
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        _print_summary(checks, console)
+        count = {status: sum(check.status == status for check in checks) for status in STYLES}
+        console.print(f"\n{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")
     return 1 if any(check.status == "fail" for check in checks) else 0
-
-
-def _in_run_dir(run_dir: Path, overrides: Sequence[str]) -> list[Probe]:
-    from megatron_dapo.doctor import run_directory  # imports torch
-
-    saved = run_dir / "config.yaml"
-    return run_directory.probes(run_dir, load_config(saved if saved.is_file() else None, overrides))
 
 
 def _choose(found: list[Probe], only: str | None) -> list[Probe]:
@@ -125,8 +120,3 @@ def print_check(check: Check, console: Console) -> None:
     console.print(f"[{style}]{check.status:<5}[/]{escape(check.name):<15} {escape(lines[0])}", soft_wrap=True)
     for line in lines[1:]:
         console.print(f"{'':<{INDENT}}{escape(line)}", soft_wrap=True)
-
-
-def _print_summary(checks: list[Check], console: Console) -> None:
-    count = {status: sum(check.status == status for check in checks) for status in STYLES}
-    console.print(f"\n{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")

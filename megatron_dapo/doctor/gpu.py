@@ -13,7 +13,8 @@ import re
 import sys
 from collections.abc import Mapping
 
-from megatron_dapo.doctor.check import Check, CommandResult, CommandRunner, last_line, run_command, version_tuple
+from megatron_dapo.doctor.check import Check, CommandResult, CommandRunner, fail, last_line, ok, run_command, warn
+from megatron_dapo.doctor.software import version_tuple
 
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # major CUDA version: oldest major driver version
 FAST = {"FusedAttention", "FlashAttention"}
@@ -58,8 +59,6 @@ attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=156, max_
 torch.cuda.synchronize()
 print("attention ran")
 """
-
-
 KERNELS_PROBE = """
 import json, warnings
 warnings.simplefilter("ignore")
@@ -81,46 +80,45 @@ def gpu(run: CommandRunner = run_command) -> Check:
     fields = "name,driver_version,memory.total,memory.used"
     result = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], 15)
     if result.missing:
-        return Check("gpu", "warn", "no NVIDIA driver (no nvidia-smi)", "needed for GPUs only: install the driver, "
-                     "or start the container with GPUs")  # fmt: skip
+        remedy = "needed for GPUs only: install the driver, or start the container with GPUs"
+        return warn("no NVIDIA driver (no nvidia-smi)", remedy)
     if result.code != 0:
         why = last_line(result.err) or last_line(result.out)
-        return Check("gpu", "fail", f"nvidia-smi failed: {why}", "the driver does not respond: reload it or reboot")
+        return fail(f"nvidia-smi failed: {why}", "the driver does not respond: reload it or reboot")
     rows = [[cell.strip() for cell in line.split(",")] for line in result.out.splitlines() if line.strip()]
     kinds = sorted({row[0] for row in rows})
     found = f"{len(rows)} × {', '.join(kinds)}, driver {rows[0][1]}, {float(rows[0][2]) / 1024:.0f} GiB"
     if len(kinds) > 1:
-        return Check("gpu", "warn", found, "GPUs of several kinds: the slowest sets the pace; choose with CUDA_VISIBLE_"
-                     "DEVICES")  # fmt: skip
+        return warn(found, "GPUs of several kinds: the slowest sets the pace; choose with CUDA_VISIBLE_DEVICES")
     busy = [i for i, row in enumerate(rows) if float(row[3]) > 0.1 * float(row[2])]
     if busy:
-        return Check("gpu", "warn", f"{found}; memory in use on {', '.join(map(str, busy))}", "other processes use "
-                     "memory there (nvidia-smi lists them): stop those that are yours")  # fmt: skip
-    return Check("gpu", "ok", found)
+        remedy = "other processes use memory there (nvidia-smi lists them): stop those that are yours"
+        return warn(f"{found}; memory in use on {', '.join(map(str, busy))}", remedy)
+    return ok(found)
 
 
-def torch_cuda(run: CommandRunner = run_command, environment: Mapping[str, str] | None = None) -> Check:
+def torch_cuda(run: CommandRunner = run_command) -> Check:
     """torch sees the GPUs, and its CUDA version works with the driver."""
-    result = run([sys.executable, "-c", TORCH_PROBE], 90, environment)
+    result = run([sys.executable, "-c", TORCH_PROBE], 90)
     if result.code != 0:
-        return Check("torch", "fail", f"torch does not import: {last_line(result.err)}", "reinstall torch")
+        return fail(f"torch does not import: {last_line(result.err)}", "reinstall torch")
     seen = json.loads(last_line(result.out))
     smi = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 15)
     if seen["available"]:
         found = f"torch {seen['torch']}, CUDA {seen['cuda']}, NCCL {seen['nccl']}, {seen['devices']} × {seen['name']}"
-        return Check("torch", "ok", found)
+        return ok(found)
     if smi.code != 0:
-        return Check("torch", "ok", f"torch {seen['torch']}, CPU only")
+        return ok(f"torch {seen['torch']}, CPU only")
     driver = smi.out.split()[0] if smi.out.split() else "?"
     if seen["cuda"] is None:
-        return Check("torch", "fail", f"torch {seen['torch']} is built for the CPU, but the machine has a GPU", "pip "
-                     "install torch built for CUDA (pytorch.org says which index)")  # fmt: skip
+        remedy = "pip install torch built for CUDA (pytorch.org says which index)"
+        return fail(f"torch {seen['torch']} is built for the CPU, but the machine has a GPU", remedy)
     oldest = OLDEST_DRIVER.get(version_tuple(seen["cuda"])[0], 0)
     if version_tuple(driver) and version_tuple(driver)[0] < oldest:
-        return Check("torch", "fail", f"driver {driver} is too old for CUDA {seen['cuda']}", f"update the driver to "
-                     f"{oldest} or newer, or install torch for an older CUDA")  # fmt: skip
-    return Check("torch", "fail", f"torch {seen['torch']} sees no GPU, though driver {driver} does", "check CUDA_"
-                 "VISIBLE_DEVICES and the container's access to GPUs")  # fmt: skip
+        remedy = f"update the driver to {oldest} or newer, or install torch for an older CUDA"
+        return fail(f"driver {driver} is too old for CUDA {seen['cuda']}", remedy)
+    remedy = "check CUDA_VISIBLE_DEVICES and the container's access to GPUs"
+    return fail(f"torch {seen['torch']} sees no GPU, though driver {driver} does", remedy)
 
 
 def attention(run: CommandRunner = run_command, environment: Mapping[str, str] | None = None) -> Check:
@@ -128,53 +126,55 @@ def attention(run: CommandRunner = run_command, environment: Mapping[str, str] |
     environment = dict(os.environ if environment is None else environment)
     where = run([sys.executable, "-c", LAYERS_PROBE], 60, environment)
     if where.code == 0 and last_line(where.out) == "cpu":
-        return Check("attention", "ok", "no GPU: torch's attention on the CPU")
+        return ok("no GPU: torch's attention on the CPU")
     imported = run([sys.executable, "-c", IMPORT_PROBE], 120, environment)
     if imported.code == 0 and last_line(imported.out) == "missing":
         if last_line(where.out) == "one kernel":
-            return Check("attention", "ok", "torch's, one kernel for packed sequences (no Transformer Engine here; "
-                         "it needs less memory under context parallelism)")  # fmt: skip
-        return Check("attention", "warn", "Transformer Engine is not installed, and this torch has no kernel for "
-                     "packed sequences: one call per sequence", "install torch 2.10 or newer, or pip install "
-                     "--no-build-isolation 'transformer-engine[pytorch]'")  # fmt: skip
+            why = "no Transformer Engine here; it needs less memory under context parallelism"
+            return ok(f"torch's, one kernel for packed sequences ({why})")
+        return warn(
+            "Transformer Engine is not installed, and this torch has no kernel for packed sequences: one call per "
+            "sequence",
+            "install torch 2.10 or newer, or pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        )
     if imported.code != 0:
-        return Check("attention", "fail", f"Transformer Engine does not import: {last_line(imported.err)}",
-                     "install the build that matches torch and its CUDA" + _library_path(environment))  # fmt: skip
+        remedy = "install the build that matches torch and its CUDA" + _library_path(environment)
+        return fail(f"Transformer Engine does not import: {last_line(imported.err)}", remedy)
     debug = environment | {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
     result = run([sys.executable, "-c", ATTENTION_PROBE], 120, debug)
     return judge_attention(result, environment)
 
 
-def kernels(run: CommandRunner = run_command, environment: Mapping[str, str] | None = None) -> Check:
+def kernels(run: CommandRunner = run_command) -> Check:
     """Which libraries add weight gradients inside matrix products, and update weights in one kernel."""
-    result = run([sys.executable, "-c", KERNELS_PROBE], 120, environment)
+    result = run([sys.executable, "-c", KERNELS_PROBE], 120)
     if result.code != 0:
-        return Check("kernels", "fail", f"megatron-core does not import: {last_line(result.err)}", "reinstall "
-                     "megatron-core, or the library that the message names")  # fmt: skip
+        remedy = "reinstall megatron-core, or the library that the message names"
+        return fail(f"megatron-core does not import: {last_line(result.err)}", remedy)
     seen = json.loads(last_line(result.out))
     if not seen["cuda"]:
-        return Check("kernels", "ok", "no GPU: nothing to fuse")
+        return ok("no GPU: nothing to fuse")
     adam = "torch's fused AdamW" if seen["adam"] == "torch" else f"Adam of {seen['adam']}"
     if seen["fusion"]:
-        return Check("kernels", "ok", f"gradient accumulation fused by {seen['fusion']}, {adam}")
-    return Check("kernels", "warn", f"gradient accumulation is not fused, {adam}", "pip install --no-build-isolation "
-                 "'transformer-engine[pytorch]', or NVIDIA's apex with CUDA extensions (not PyPI's apex)")  # fmt: skip
+        return ok(f"gradient accumulation fused by {seen['fusion']}, {adam}")
+    engine, apex = "'transformer-engine[pytorch]'", "NVIDIA's apex with CUDA extensions (not PyPI's apex)"
+    return warn(f"gradient accumulation is not fused, {adam}", f"pip install --no-build-isolation {engine}, or {apex}")
 
 
 def delta_rule(run: CommandRunner = run_command) -> Check:
     """The kernels of gated DeltaNet layers, for a model that has them."""
     remedy = "pip install flash-linear-attention"
-    result = run([sys.executable, "-c", DELTA_RULE_PROBE], 120, None)
+    result = run([sys.executable, "-c", DELTA_RULE_PROBE], 120)
     if result.code != 0:
         found = f"flash-linear-attention does not import: {last_line(result.err)}"
-        return Check("delta rule", "fail", found, f"{remedy}, for this torch and triton; or uninstall it")
+        return fail(found, f"{remedy}, for this torch and triton; or uninstall it")
     seen = json.loads(last_line(result.out))
     if not seen["cuda"]:
-        return Check("delta rule", "ok", "no GPU: gated DeltaNet layers run in torch")
+        return ok("no GPU: gated DeltaNet layers run in torch")
     if not seen["version"]:
         found = "no flash-linear-attention: the gated DeltaNet layers of this model run in torch, which is slower"
-        return Check("delta rule", "warn", found, remedy)
-    return Check("delta rule", "ok", f"flash-linear-attention {seen['version']}")
+        return warn(found, remedy)
+    return ok(f"flash-linear-attention {seen['version']}")
 
 
 def judge_attention(result: CommandResult, environment: Mapping[str, str]) -> Check:
@@ -182,15 +182,15 @@ def judge_attention(result: CommandResult, environment: Mapping[str, str]) -> Ch
     text = result.out + "\n" + result.err
     chosen = re.findall(r"Selected backend = (\w+)", text) or re.findall(r"Running with (\w+Attention)", text)
     if result.code != 0:
-        return Check("attention", "fail", f"a tiny packed attention failed: {last_line(result.err)}",
-                     "reinstall Transformer Engine and cuDNN for this torch" + _library_path(environment))  # fmt: skip
+        remedy = "reinstall Transformer Engine and cuDNN for this torch" + _library_path(environment)
+        return fail(f"a tiny packed attention failed: {last_line(result.err)}", remedy)
     if not chosen:
-        return Check("attention", "warn", "it ran, but did not report its backend", "run with NVTE_DEBUG=1 "
-                     "NVTE_DEBUG_LEVEL=2 and look for 'Selected backend'")  # fmt: skip
+        remedy = "run with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 and look for 'Selected backend'"
+        return warn("it ran, but did not report its backend", remedy)
     if chosen[-1] in FAST:
-        return Check("attention", "ok", f"Transformer Engine with {chosen[-1]}")
-    return Check("attention", "fail", f"Transformer Engine falls back to {chosen[-1]}: 4 to 5 times slower, and "
-                 "several times the memory", "its cuDNN does not load" + _library_path(environment))  # fmt: skip
+        return ok(f"Transformer Engine with {chosen[-1]}")
+    found = f"Transformer Engine falls back to {chosen[-1]}: 4 to 5 times slower, and several times the memory"
+    return fail(found, "its cuDNN does not load" + _library_path(environment))
 
 
 def _library_path(environment: Mapping[str, str]) -> str:

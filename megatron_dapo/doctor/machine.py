@@ -18,7 +18,7 @@ from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.load import local_model
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.data import load_tokenizer
-from megatron_dapo.doctor.check import Check, CommandRunner, last_line, run_command
+from megatron_dapo.doctor.check import Check, CommandRunner, fail, last_line, ok, run_command, warn
 from megatron_dapo.doctor.software import sglang_pairing
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import existing_parent, file_system
@@ -43,34 +43,34 @@ def run_directory(
     """The run directory is writable, fast enough, and visible to other nodes."""
     parent = existing_parent(run_dir)
     if not parent.is_dir():
-        return Check("run directory", "fail", f"{parent} is a file", "choose another trainer.run_dir")
+        return fail(f"{parent} is a file", "choose another trainer.run_dir")
     try:
         speed = write_speed(parent, clock)
     except OSError as error:
-        return Check("run directory", "fail", f"{parent} is not writable: {error.strerror or error}", "choose "
-                     "another trainer.run_dir, or change its permissions or quota")  # fmt: skip
+        remedy = "choose another trainer.run_dir, or change its permissions or quota"
+        return fail(f"{parent} is not writable: {error.strerror or error}", remedy)
     kind = file_system(parent, mounts)
     found = f"{run_dir} (on {kind}), {speed:,.0f} MB/s written"
     if nodes > 1 and kind in LOCAL:
-        return Check("run directory", "warn", found, f"{kind} is local to this node, and slurm.nodes is {nodes}: "
-                     "choose a trainer.run_dir on a shared file system")  # fmt: skip
+        why = f"{kind} is local to this node, and slurm.nodes is {nodes}"
+        return warn(found, f"{why}: choose a trainer.run_dir on a shared file system")
     if speed < SLOW_MB_PER_SECOND:
-        return Check("run directory", "warn", found, "checkpoints will be slow; use a parallel file system, or save "
-                     "less often (trainer.checkpoint.every)")  # fmt: skip
-    return Check("run directory", "ok", found)
+        remedy = "checkpoints will be slow; use a parallel file system, or save less often (trainer.checkpoint.every)"
+        return warn(found, remedy)
+    return ok(found)
 
 
-def write_speed(folder: Path, clock: Callable[[], float] = time.perf_counter, size: int = WRITE_BYTES) -> float:
+def write_speed(folder: Path, clock: Callable[[], float] = time.perf_counter) -> float:
     """MB/s of a file written and flushed to disk. The file is removed."""
     block = os.urandom(1 << 20)
     started = clock()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
-        for _ in range(size >> 20):
+        for _ in range(WRITE_BYTES >> 20):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
         seconds = clock() - started
-    return size / 1e6 / max(seconds, 1e-9)
+    return WRITE_BYTES / 1e6 / max(seconds, 1e-9)
 
 
 def free_disk(run_dir: Path, parameters: int, keep: int = 1, usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
@@ -79,11 +79,11 @@ def free_disk(run_dir: Path, parameters: int, keep: int = 1, usage: Callable[[Pa
     needed = (keep + 1) * CHECKPOINT_BYTES_PER_PARAMETER * parameters
     found = f"{free / GIB:,.0f} GiB free"
     if parameters and free < needed:
-        return Check("disk", "fail", f"{found}, but {keep + 1} checkpoints take {needed / GIB:,.0f} GiB", "make room, "
-                     "or choose another trainer.run_dir, or keep fewer (trainer.checkpoint.keep)")  # fmt: skip
+        remedy = "make room, or choose another trainer.run_dir, or keep fewer (trainer.checkpoint.keep)"
+        return fail(f"{found}, but {keep + 1} checkpoints take {needed / GIB:,.0f} GiB", remedy)
     if free < 20 * GIB:
-        return Check("disk", "warn", found, "there is little room for checkpoints, samples and logs")
-    return Check("disk", "ok", found + (f"; {keep + 1} checkpoints take {needed / GIB:,.0f} GiB" if parameters else ""))
+        return warn(found, "there is little room for checkpoints, samples and logs")
+    return ok(found + (f"; {keep + 1} checkpoints take {needed / GIB:,.0f} GiB" if parameters else ""))
 
 
 def weights_directory(folder: Path, weight_bytes: int, usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
@@ -92,27 +92,28 @@ def weights_directory(folder: Path, weight_bytes: int, usage: Callable[[Path], A
     try:
         _touch(there)
     except OSError as error:
-        return Check("weights", "fail", f"{folder} is not writable: {error.strerror}", "set "
-                     "rollout.weights.directory to a folder that trainer and engines share")  # fmt: skip
+        remedy = "set rollout.weights.directory to a folder that trainer and engines share"
+        return fail(f"{folder} is not writable: {error.strerror}", remedy)
     free = usage(there).free
     found = f"{folder}: {free / GIB:.1f} GiB free"
     if free < 2 * weight_bytes:
-        return Check("weights", "fail", f"{found}; two versions of the weights take {2 * weight_bytes / GIB:.1f} GiB",
-                     "enlarge it (/dev/shm: docker --shm-size, mount -o remount,size=…), set rollout.weights.directory "
-                     "to a fast disk, or use another rollout.weights.transport")  # fmt: skip
-    return Check("weights", "ok", found)
+        return fail(
+            f"{found}; two versions of the weights take {2 * weight_bytes / GIB:.1f} GiB",
+            "enlarge it (/dev/shm: docker --shm-size, mount -o remount,size=…), set rollout.weights.directory to a "
+            "fast disk, or use another rollout.weights.transport",
+        )
+    return ok(found)
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
     """NCCL and data loaders use /dev/shm."""
     if not folder.is_dir():
-        return Check("shared memory", "fail", f"{folder} does not exist", "mount it: NCCL uses it between the ranks of "
-                     "a node")  # fmt: skip
+        return fail(f"{folder} does not exist", "mount it: NCCL uses it between the ranks of a node")
     free, total = usage(folder).free, usage(folder).total
     found = f"{folder}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free < GIB:
-        return Check("shared memory", "warn", found, "NCCL needs more: enlarge it (docker --shm-size=16g)")
-    return Check("shared memory", "ok", found)
+        return warn(found, "NCCL needs more: enlarge it (docker --shm-size=16g)")
+    return ok(found)
 
 
 def clock_skew(
@@ -123,9 +124,8 @@ def clock_skew(
     skew = (stamp or _touch)(parent) - now()
     found = f"{skew:+.1f} s between this clock and that of {parent}"
     if abs(skew) > MOST_SKEW_SECONDS:
-        return Check("clock", "warn", found, "clocks differ, so logs and heartbeats of nodes cannot be compared: start "
-                     "chronyd or ntpd")  # fmt: skip
-    return Check("clock", "ok", found)
+        return warn(found, "clocks differ, so logs and heartbeats of nodes cannot be compared: start chronyd or ntpd")
+    return ok(found)
 
 
 def _touch(folder: Path) -> float:
@@ -142,33 +142,33 @@ def ports(host: str, first: int, count: int) -> Check:
     used = [port for port in range(first, min(first + max(count, 1), 65536)) if not is_free(host, port)]
     span = f"{first}" if count <= 1 else f"{first} to {first + count - 1}"
     if not used:
-        return Check("ports", "ok", f"{span} free on {host}")
-    return Check("ports", "warn", f"in use on {host}: {', '.join(map(str, used))}", "the next free "
-                 "ports are used instead; stop servers that you left running, or set rollout.servers.port")  # fmt: skip
+        return ok(f"{span} free on {host}")
+    remedy = "the next free ports are used instead; stop servers that you left running, or set rollout.servers.port"
+    return warn(f"in use on {host}: {', '.join(map(str, used))}", remedy)
 
 
 def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = datetime.now) -> Check:
     """The Slurm controller responds, and its clock agrees with this machine's."""
     result = run(["sinfo", "--noheader", "--format=%P %D %T"], 15)
     if result.missing:
-        return Check("slurm", "ok", "not a Slurm machine")
+        return ok("not a Slurm machine")
     if "configuration source" in result.err:
-        return Check("slurm", "warn", "Slurm's commands are installed, but no cluster is configured", "set "
-                     "SLURM_CONF if this machine belongs to a cluster")  # fmt: skip
+        remedy = "set SLURM_CONF if this machine belongs to a cluster"
+        return warn("Slurm's commands are installed, but no cluster is configured", remedy)
     if result.code != 0:
-        return Check("slurm", "fail", f"sinfo failed: {last_line(result.err) or 'no output'}", "the controller does "
-                     "not respond: check SLURM_CONF, munge and slurmctld, or ask the administrators")  # fmt: skip
+        remedy = "the controller does not respond: check SLURM_CONF, munge and slurmctld, or ask the administrators"
+        return fail(f"sinfo failed: {last_line(result.err) or 'no output'}", remedy)
     rows = [line.split() for line in result.out.splitlines() if len(line.split()) == 3]
     usable = sum(int(count) for _, count, state in rows if state.rstrip("*~#$@").startswith(("idle", "mix", "alloc")))
     partitions = sorted({name.rstrip("*") for name, _, _ in rows})
     found = f"partitions {', '.join(partitions) or 'none'}; {usable} nodes up"
     skew = _controller_skew(run, now)
     if skew is not None and abs(skew) > 5:
-        return Check("slurm", "warn", f"{found}; its clock is {skew:+.0f} s off", "start chronyd or ntpd: Slurm "
-                     "rejects credentials that are too old or from the future")  # fmt: skip
+        remedy = "start chronyd or ntpd: Slurm rejects credentials that are too old or from the future"
+        return warn(f"{found}; its clock is {skew:+.0f} s off", remedy)
     if not usable:
-        return Check("slurm", "warn", found, "no node can run a job now: see sinfo -R for the reasons")
-    return Check("slurm", "ok", found)
+        return warn(found, "no node can run a job now: see sinfo -R for the reasons")
+    return ok(found)
 
 
 def _controller_skew(run: CommandRunner, now: Callable[[], datetime]) -> float | None:
@@ -194,12 +194,12 @@ def limits(
     }
     found = ", ".join(f"{name} {value}" for name, value in shown.items())
     if files != unlimited and files < 4096:
-        return Check("limits", "fail", found, "ulimit -n 65536 (also in the job script): engines and checkpoints open "
-                     "thousands of files and sockets")  # fmt: skip
+        remedy = "ulimit -n 65536 (also in the job script): engines and checkpoints open thousands of files and sockets"
+        return fail(found, remedy)
     if infiniband.is_dir() and locked != unlimited and locked < 1 << 30:
-        return Check("limits", "warn", found, "with InfiniBand, NCCL needs ulimit -l unlimited (limits.conf; Slurm: "
-                     "PropagateResourceLimitsExcept=MEMLOCK)")  # fmt: skip
-    return Check("limits", "ok", found)
+        where = "limits.conf; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
+        return warn(found, f"with InfiniBand, NCCL needs ulimit -l unlimited ({where})")
+    return ok(found)
 
 
 def hf_cache(environment: Mapping[str, str] | None = None) -> Check:
@@ -209,28 +209,29 @@ def hf_cache(environment: Mapping[str, str] | None = None) -> Check:
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
     mode = "offline" if offline else "online"
     if not os.access(existing_parent(cache), os.W_OK):
-        return Check("hf cache", "warn" if offline else "fail", f"{cache} is not writable ({mode})", "set HF_HOME "
-                     "to a writable folder")  # fmt: skip
-    return Check("hf cache", "ok", f"{cache} ({mode})")
+        judge = warn if offline else fail
+        return judge(f"{cache} is not writable ({mode})", "set HF_HOME to a writable folder")
+    return ok(f"{cache} ({mode})")
 
 
 def serving_python(servers: ServerConfig, run: CommandRunner = run_command) -> Check:
     """SGLang can be imported in the Python of the servers."""
     if servers.urls:
-        return Check("sglang", "ok", f"not needed here: {len(servers.urls)} external servers")
+        return ok(f"not needed here: {len(servers.urls)} external servers")
     python = servers.python or sys.executable
     if shutil.which(python) is None:
-        return Check("sglang", "fail", f"{python} is not a program", "set rollout.servers.python to the Python of the "
-                     "environment that has sglang")  # fmt: skip
+        remedy = "set rollout.servers.python to the Python of the environment that has sglang"
+        return fail(f"{python} is not a program", remedy)
     result = run([python, "-c", SGLANG_PROBE], 150, {**os.environ, **servers.environment})
     words = last_line(result.out).split()
     if result.code != 0 or words[:1] != ["found"]:
-        return Check("sglang", "fail", f"does not import in {python}: {last_line(result.err) or 'no output'}", "pip "
-                     "install 'megatron-dapo[sglang]' there, or set rollout.servers.python to an environment that has "
-                     "it")  # fmt: skip
+        return fail(
+            f"does not import in {python}: {last_line(result.err) or 'no output'}",
+            "pip install 'megatron-dapo[sglang]' there, or set rollout.servers.python to an environment that has it",
+        )
     found = f"sglang {words[1]} with torch {words[2]} in {python}"
     wrong = sglang_pairing(words[1], words[2])
-    return Check("sglang", "warn", found, wrong) if wrong else Check("sglang", "ok", found)
+    return warn(found, wrong) if wrong else ok(found)
 
 
 def bitwise_resume(config: Config) -> Check:
@@ -249,10 +250,10 @@ def bitwise_resume(config: Config) -> Check:
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if not found:
-        return Check("bitwise resume", "ok", "no setting makes a resumed run differ in its bits")
+        return ok("no setting makes a resumed run differ in its bits")
     text = f"a resumed run is exact in its data, not in its bits: {'; '.join(found)}"
     wanted = config.policy.true_on_policy or config.policy.deterministic
-    return Check("bitwise resume", "warn", text, "change these keys") if wanted else Check("bitwise resume", "ok", text)
+    return warn(text, "change these keys") if wanted else ok(text)
 
 
 def model_directory(name: str) -> Check:
@@ -261,9 +262,9 @@ def model_directory(name: str) -> Check:
         path = Path(local_model(name, weights=False))
         if path != Path(name) and not any(path.glob("*.safetensors")):
             found = f"{ModelShape.from_dir(path).architecture}; the hub's cache has no weights of {name}"
-            return Check("model", "warn", found, f"a run downloads them; without a network there: hf download {name}")
+            return warn(found, f"a run downloads them; without a network there: hf download {name}")
         shape = check_model_directory(path)
         load_tokenizer(path, shape.vocab)
     except UserError as error:
-        return Check("model", "fail", str(error), "download all files of the model again (hf download)")
-    return Check("model", "ok", f"{shape.architecture}, {shape.layers} layers, all weight files, tokenizer")
+        return fail(str(error), "download all files of the model again (hf download)")
+    return ok(f"{shape.architecture}, {shape.layers} layers, all weight files, tokenizer")

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_dapo.checkpoints.folder import CheckpointFolder
 from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.check import Check, Probe
+from megatron_dapo.doctor.check import Check, Probe, fail, ok, warn
 from megatron_dapo.errors import CheckpointError
 from megatron_dapo.files import explain
 from megatron_dapo.observe.metrics_file import Record, RecordError, parse_records
@@ -41,27 +41,27 @@ def writing(run_dir: Path) -> Check:
     try:
         trial.write_bytes(bytes(4096))
     except OSError as error:
-        return Check("writing", "fail", f"{run_dir} cannot be written", explain(error, run_dir))
+        return fail(f"{run_dir} cannot be written", explain(error, run_dir))
     finally:
         trial.unlink(missing_ok=True)
     found = os.statvfs(run_dir)
-    return Check("writing", "ok", f"{found.f_bavail * found.f_frsize / 1e9:.2f} GB and {found.f_favail} inodes free")
+    return ok(f"{found.f_bavail * found.f_frsize / 1e9:.2f} GB and {found.f_favail} inodes free")
 
 
 def holder(run_dir: Path) -> Check:
     """The newest lock, as far as it can be judged from outside."""
     locks = [path for path in (run_dir / "lock").glob("*.json") if path.stem.isdigit()]
     if not locks:
-        return Check("holder", "ok", "no run has used this directory")
+        return ok("no run has used this directory")
     newest = max(locks, key=lambda path: int(path.stem))
     try:
         lock = json.loads(newest.read_text())
         who, released = f"pid {lock['pid']} on {lock['host']}, since {lock['since']}", bool(lock["released"])
     except (OSError, ValueError, KeyError, TypeError):
-        return Check("holder", "warn", f"{newest} is damaged", "a start waits 90 s for a sign of life, then takes over")
+        return warn(f"{newest} is damaged", "a start waits 90 s for a sign of life, then takes over")
     if released:
-        return Check("holder", "ok", f"free; the last run was {who}")
-    return Check("holder", "warn", who, "it runs, or it was killed: a start notices, or waits up to 90 s")
+        return ok(f"free; the last run was {who}")
+    return warn(who, "it runs, or it was killed: a start notices, or waits up to 90 s")
 
 
 def checkpoints(run_dir: Path) -> Check:
@@ -71,17 +71,17 @@ def checkpoints(run_dir: Path) -> Check:
     try:
         used, bad = folder.first_usable(lambda state: found.append(_step(state)))
     except CheckpointError as error:
-        return Check("checkpoints", "fail", str(error), "a start is refused until it can be read")
+        return fail(str(error), "a start is refused until it can be read")
     aside = "".join(f"; {path.name} was set aside" for path in sorted(folder.path.glob("*.damaged*")))
     unusable = "; ".join(f"{path.name}: {problem}" for path, problem in bad.items())
     if used and bad:
         line = f"a start continues from {used.name}, step {found[-1]}{aside}; unusable: {unusable}"
-        return Check("checkpoints", "warn", line, "a start renames these")
+        return warn(line, "a start renames these")
     if used:
-        return Check("checkpoints", "ok", f"a start continues from {used.name}, step {found[-1]}{aside}")
+        return ok(f"a start continues from {used.name}, step {found[-1]}{aside}")
     if bad:
-        return Check("checkpoints", "fail", f"none can be used: {unusable}", "restore one; a start is refused")
-    return Check("checkpoints", "ok", f"none: a start begins with step 1{aside}")
+        return fail(f"none can be used: {unusable}", "restore one; a start is refused")
+    return ok(f"none: a start begins with step 1{aside}")
 
 
 def _step(state: dict[str, Any]) -> int:
@@ -103,16 +103,16 @@ def _step(state: dict[str, Any]) -> int:
 def metrics(run_dir: Path) -> Check:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
-        return Check("metrics", "ok", "none yet")
+        return ok("none yet")
     try:
         records, damaged = parse_records(path)
     except RecordError as error:
-        return Check("metrics", "fail", str(error), "make it readable")
+        return fail(str(error), "make it readable")
     found = f"{len(records)} records, the last of step {max((record.step for record in records), default=0)}"
     if damaged:
         found += f"; no record: line {', '.join(map(str, damaged))}"
-        return Check("metrics", "warn", found, "a start moves it to metrics.jsonl.damaged")
-    return Check("metrics", "ok", found)
+        return warn(found, "a start moves it to metrics.jsonl.damaged")
+    return ok(found)
 
 
 def leftovers(run_dir: Path) -> Check:
@@ -122,16 +122,16 @@ def leftovers(run_dir: Path) -> Check:
     found += [f"{path} is shared memory of a killed run" for path in left_memory(run_dir)]
     found += [f"{path.name} is unfinished" for path in sorted((run_dir / "checkpoints").glob(".step_*"))]
     if not found:
-        return Check("leftovers", "ok", "none")
-    return Check("leftovers", "warn", "; ".join(found), "a start renames what is in the way and removes the rest")
+        return ok("none")
+    return warn("; ".join(found), "a start renames what is in the way and removes the rest")
 
 
 def paused_servers(urls: list[str], key: str | None) -> Check:
     """External servers: those that a killed trainer has left paused reply, and generate nothing."""
     bad = [f"{url}: {state}" for url in urls if (state := _server_state(url, key))]
     if not bad:
-        return Check("servers", "ok", f"{len(urls)} generate")
-    return Check("servers", "warn", "; ".join(bad), "a start resumes a paused server, and waits for the others")
+        return ok(f"{len(urls)} generate")
+    return warn("; ".join(bad), "a start resumes a paused server, and waits for the others")
 
 
 def _server_state(url: str, key: str | None) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from megatron_dapo.doctor.check import Check, version_tuple
+from megatron_dapo.doctor.check import Check, fail, ok, warn
 
 Version = Callable[[str], str | None]  # of an installed distribution; None when it is not installed
 
@@ -21,8 +22,6 @@ NEEDED: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 }
 # SGLang pins torch exactly: the releases for each torch.
 SGLANG_FOR_TORCH = {(2, 11): ((0, 5, 11), (0, 5, 17)), (2, 13): ((0, 5, 18), (0, 5, 22)), (2, 14): ((0, 5, 23), None)}
-
-
 LOCKS = Path(__file__).resolve().parents[1] / "locks"
 # Versions that change results or speed; the others are only mentioned.
 MEASURED = (
@@ -38,16 +37,22 @@ def installed(name: str) -> str | None:
         return None
 
 
+def version_tuple(text: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" is (2, 13, 0); the first part that is not a number ends it."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
 def python_version(version: tuple[int, ...] | None = None, read: Version = installed) -> Check:
     found = tuple(sys.version_info[:3]) if version is None else version
     text = ".".join(map(str, found))
     if found < (3, 11):
-        return Check("python", "fail", text, "use Python 3.11 or newer")
+        return fail(text, "use Python 3.11 or newer")
     core = read("megatron-core")
     if core and version_tuple(core) >= (0, 17) and found < (3, 12):
         remedy = "megatron-core above 0.16 needs Python 3.12: use that, or pip install 'megatron-core<0.17'"
-        return Check("python", "fail", f"{text} with megatron-core {core}", remedy)
-    return Check("python", "ok", text)
+        return fail(f"{text} with megatron-core {core}", remedy)
+    return ok(text)
 
 
 def packages(read: Version = installed) -> Check:
@@ -69,8 +74,8 @@ def packages(read: Version = installed) -> Check:
         remedy = "pip install -e . (in the environment that runs megatron-dapo)"
         if read("psutil") is None:
             remedy += "; without psutil Megatron hangs when it saves a checkpoint"
-        return Check("packages", "fail", "; ".join(wrong), remedy)
-    return Check("packages", "ok", ", ".join(found))
+        return fail("; ".join(wrong), remedy)
+    return ok(", ".join(found))
 
 
 def lock(
@@ -79,7 +84,7 @@ def lock(
     """The versions here and those we test (megatron_dapo/locks). Other versions may work."""
     torch = read("torch")
     if torch is None:
-        return Check("lock", "fail", "torch is not installed", "tools/install.sh cpu, or cuda13")
+        return fail("torch is not installed", "tools/install.sh cpu, or cuda13")
     name = "cpu" if _is_cpu_build(torch, folder, python) else "cuda13"
     pins = read_lock(folder / f"{name}.txt", python)
     versions = {package: read(package) for package in pins}
@@ -94,10 +99,8 @@ def lock(
     if differ:
         found += f"; other versions than measured: {', '.join(differ)}"
     if important:
-        return Check(
-            "lock", "warn", found, f"may work, but was not measured: tools/install.sh {name} installs what was"
-        )
-    return Check("lock", "ok", found)
+        return warn(found, f"may work, but was not measured: tools/install.sh {name} installs what was")
+    return ok(found)
 
 
 def read_lock(path: Path, python: tuple[int, ...]) -> dict[str, str]:
@@ -139,11 +142,11 @@ def apex(locate: Callable[[], Path | None] | None = None) -> Check:
     """NVIDIA's apex has fused optimizers; the PyPI package of that name is unrelated and breaks Megatron."""
     folder = (locate or _apex_folder)()
     if folder is None:
-        return Check("apex", "ok", "not installed (not needed)")
+        return ok("not installed (not needed)")
     if (folder / "optimizers").is_dir() or (folder / "multi_tensor_apply").is_dir():
-        return Check("apex", "ok", "NVIDIA's")
+        return ok("NVIDIA's")
     remedy = "pip uninstall apex: the PyPI package is not NVIDIA's, and Megatron does not need apex"
-    return Check("apex", "fail", f"{folder} is not NVIDIA's apex", remedy)
+    return fail(f"{folder} is not NVIDIA's apex", remedy)
 
 
 def _apex_folder() -> Path | None:

@@ -19,16 +19,19 @@ from pathlib import Path
 from megatron_dapo.config import Config, ConfigError, ModelShape, dump_config
 from megatron_dapo.config.load import with_local_model
 from megatron_dapo.config.trainer import check_not_ours
-from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
+from megatron_dapo.engines.sglang.keys import API_KEY_VARIABLE, RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
 from megatron_dapo.launch.local import check_run, rehearse_setup
-from megatron_dapo.launch.slurm_script import API_KEY, GPU_REQUEST, Job, render, seconds_of
+from megatron_dapo.launch.slurm_script import GPU_REQUEST, Job, render, seconds_of
 from megatron_dapo.planner.models import known_shape
 from megatron_dapo.trainer.preflight import check_setup
 from megatron_dapo.trainer.rehearsal import check_container
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 LOCAL_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp", "/run")
+# In the run directory.
+SLOW_NODES = "logs/slow_nodes"  # one name a line
+JOBS = "jobs.json"
 
 
 class SlurmError(UserError):
@@ -206,9 +209,6 @@ def check_submission(script: Path, ask: Ask = ask) -> str:
     return said
 
 
-SLOW_NODES = "logs/slow_nodes"  # of the run directory: one name a line
-
-
 def run_slurm(
     config: Config, *, dry_run: bool = False, chain: int = 1, seeds: Sequence[int] = (), ask: Ask = ask
 ) -> int:
@@ -277,7 +277,7 @@ def write(job: Job) -> None:
         (run.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         config = run.config
         if run.starts_servers and not config.rollout.servers.api_key_env:
-            servers = config.rollout.servers.model_copy(update={"api_key_env": API_KEY})
+            servers = config.rollout.servers.model_copy(update={"api_key_env": API_KEY_VARIABLE})
             config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
         run.settings.write_text(dump_config(config))
     job.script.write_text(render(job))
@@ -313,9 +313,6 @@ def describe(job: Job) -> str:
         f"{placement}: {slurm.ranks} ranks on {slurm.trainer_nodes} nodes; engines: {engines}; "
         f"limit {slurm.time}, {slurm.restarts} restarts"
     )
-
-
-JOBS = "jobs.json"
 
 
 def remember(run_dir: Path, jobs: list[int]) -> None:

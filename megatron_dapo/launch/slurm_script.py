@@ -26,7 +26,7 @@ import jinja2
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.config.trainer import NAME
-from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS, command_with_keys
+from megatron_dapo.engines.sglang.keys import API_KEY_VARIABLE, RUN_WITH_KEYS, command_with_keys
 
 WIDTH = 118  # columns of a wrapped command
 
@@ -72,7 +72,6 @@ def wrap(words: Iterable[object], indent: str = "") -> str:
     return "\n".join([*lines, line])
 
 
-API_KEY = "MEGATRON_DAPO_API_KEY"
 GPU_REQUEST = "gpus-per-node"  # what most clusters take
 TEMPLATES = Path(__file__).parent
 
@@ -143,7 +142,7 @@ class Job:
     @property
     def api_key(self) -> str:
         """The environment variable with the servers' key."""
-        return variable(self.config.rollout.servers.api_key_env or API_KEY)
+        return variable(self.config.rollout.servers.api_key_env or API_KEY_VARIABLE)
 
     @property
     def components(self) -> list[Component]:

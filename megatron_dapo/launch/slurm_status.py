@@ -74,7 +74,8 @@ class JobStatus:
         known = STATES.get(self.state, State(f"is in state {self.state}, which this version does not know", False))
         parts = [f"job {self.job} {known.description}"]
         if self.state == "FAILED" and self.exit_code:
-            parts.append(_describe_exit(self.exit_code))
+            status, _, signal = self.exit_code.partition(":")
+            parts.append(f"by signal {signal}" if signal not in ("", "0") else f"with exit code {status}")
         if self.reason and self.reason != "None":
             parts.append(f"({self.reason})")
         if self.restarts:
@@ -134,8 +135,3 @@ def print_status(run_dir: Path, ask: Ask = ask) -> int:
 
 def steps_done(run_dir: Path) -> int:
     return max((record.step for record in last_records(run_dir / "metrics.jsonl").values()), default=0)
-
-
-def _describe_exit(code: str) -> str:
-    status, _, signal = code.partition(":")
-    return f"by signal {signal}" if signal not in ("", "0") else f"with exit code {status}"

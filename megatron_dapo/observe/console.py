@@ -27,8 +27,6 @@ from megatron_dapo.types import SamplerProgress
 STATUS = "status.json"
 STATUS_EVERY = 1.0  # seconds between two writes
 FIRST_LINE, NEXT_LINE = 10.0, 60.0  # seconds until `waiting` prints a line where there is no terminal
-
-
 # All but line break and tab: escape sequences, carriage returns, and marks that change the direction of text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 

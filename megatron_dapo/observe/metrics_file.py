@@ -18,7 +18,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -255,37 +255,28 @@ class AppendFile:
         return self._fd
 
 
+@dataclass(slots=True)
 class RetryQueue(Generic[T]):
     """Sends items to an output in order, and keeps those that fail.
 
     `put` and `flush` do not raise the output's errors (`errors`). They return what a user should know: the first
     failure, that the oldest of more than `limit` kept items are dropped, and that the output works again. `pause`:
-    how many items pass before the next attempt after a failure; doubled after each further failure.
+    how many items pass before the next attempt after a failure; doubled after each further failure. `then`: what the
+    run does while the output fails.
     """
 
-    def __init__(
-        self,
-        name: str,
-        send: Callable[[T], None],
-        *,
-        limit: int,
-        errors: type[Exception] = OSError,
-        pause: int = 0,
-        then: str = "The run goes on",
-    ) -> None:
-        """`then`: what the run does while the output fails."""
-        self.name = name
-        self.failure = ""  # the last one
-        self._then = then
-        self.waiting: deque[T] = deque()
-        self._send = send
-        self._limit = limit
-        self._errors = errors
-        self._first_pause = pause
-        self._pause = pause
-        self._skip = 0
-        self._failing = False
-        self._dropping = False
+    name: str
+    send: Callable[[T], None]
+    _: KW_ONLY
+    limit: int
+    errors: type[Exception] = OSError
+    pause: int = 0
+    then: str = "The run goes on"
+    waiting: deque[T] = field(default_factory=deque, init=False)
+    failure: str = field(default="", init=False)  # the last one
+    _failures: int = field(default=0, init=False)  # in a row
+    _skip: int = field(default=0, init=False)
+    _dropping: bool = field(default=False, init=False)
 
     def put(self, item: T) -> list[str]:
         self.waiting.append(item)
@@ -294,11 +285,11 @@ class RetryQueue(Generic[T]):
             self._skip -= 1
         else:
             news = self.flush()
-        if len(self.waiting) > self._limit:
+        if len(self.waiting) > self.limit:
             self.waiting.popleft()
             if not self._dropping:
                 self._dropping = True
-                news.append(f"{self.name}: more than {self._limit} items wait; the oldest are dropped from now on")
+                news.append(f"{self.name}: more than {self.limit} items wait; the oldest are dropped from now on")
         return news
 
     def flush(self) -> list[str]:
@@ -306,24 +297,23 @@ class RetryQueue(Generic[T]):
         sent = 0
         while self.waiting:
             try:
-                self._send(self.waiting[0])
-            except self._errors as error:
+                self.send(self.waiting[0])
+            except self.errors as error:
                 return self._failed(error)
             self.waiting.popleft()
             sent += 1
-        if not self._failing:
+        if not self._failures:
             return []
-        self._failing = self._dropping = False
-        self._pause = self._first_pause
+        self._failures, self._dropping = 0, False
         return [f"{self.name} works again; {sent} kept items were written"]
 
     def _failed(self, error: Exception) -> list[str]:
-        self._skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self._skip = min(LONGEST_PAUSE, self.pause * 2**self._failures)
         self.failure = f"{self.name} failed: {type(error).__name__}: {error}"
-        if self._failing:
+        self._failures += 1
+        if self._failures > 1:
             return []
-        self._failing = True
-        return [f"{self.failure}. {self._then}; what could not be written is kept and written when this works again"]
+        return [f"{self.failure}. {self.then}; what could not be written is kept and written when this works again"]
 
 
 def is_wall_clock(name: str) -> bool:

@@ -133,7 +133,8 @@ class Observer:
         self._warn_all(self._records.put(record))  # after the transcripts: the transcripts of a recorded step exist
         self._step = step
         self._recent.append(times["time/step"])
-        self._show(lambda console: console.step(step, self._total, record.metrics, self._remaining()))
+        remaining = median(self._recent) * max(0, self._total - step)
+        self._show(lambda console: console.step(step, self._total, record.metrics, remaining))
         self._track(record)
         self._write_trace(step)
         for finding in self._watch.observe(step, record.metrics):
@@ -297,9 +298,6 @@ class Observer:
     def _align(self, step: int) -> None:
         if not self._aligned:
             self.rewind(step - 1)
-
-    def _remaining(self) -> float | None:
-        return median(self._recent) * max(0, self._total - self._step) if self._recent else None
 
 
 class NullObserver(Observer):

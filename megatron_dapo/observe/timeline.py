@@ -97,9 +97,7 @@ def track_event(pid: int, name: str) -> dict[str, Any]:
 
 
 def phase_event(pid: int, name: str, start: int, end: int) -> dict[str, Any]:
-    return {
-        "ph": "X", "pid": pid, "tid": 1, "cat": "phase", "name": name, "ts": start, "dur": max(1, end - start)
-    }  # fmt: skip
+    return {"ph": "X", "pid": pid, "tid": 1, "cat": "phase", "name": name, "ts": start, "dur": max(1, end - start)}
 
 
 def running_event(pid: int, moment: int, running: int) -> dict[str, Any]:

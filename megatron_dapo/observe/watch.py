@@ -75,18 +75,15 @@ class WatchedRuns:
         except (KeyError, ValueError, IndexError):  # a number that is none, a run or a sample that does not exist
             return None
 
-    def _refresh(self) -> None:
-        version = self._signature()
-        if version != self._version:
-            self._data = payload(load_runs(self.directories, running=True), live=True)
-            self._version = version
-
     def _newer(self, query: Query) -> dict[str, Any]:
         """The runs' data is included only if it is newer than the version that the page has."""
         found: dict[str, Any] = {"status": [current_status(directory) for directory in self.directories]}
         with self._lock:
             try:
-                self._refresh()
+                version = self._signature()
+                if version != self._version:
+                    self._data = payload(load_runs(self.directories, running=True), live=True)
+                    self._version = version
             except RecordError as error:  # shown in the page; the file may be repaired
                 return found | {"version": query.get("version", ""), "data": None, "error": str(error)}
             newer = self._data if self._version != query.get("version") else None

@@ -11,7 +11,7 @@ from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.planner import assumptions, engine, timing
+from megatron_dapo.planner import assumptions, engine, search, timing
 from megatron_dapo.planner.assumptions import DEFAULT_MFU, ENGINE_OVERHEAD_BYTES, HOST_BYTES_PER_SECOND
 from megatron_dapo.planner.engine import EnginePlan, fleet_of, hands_over, memory_fraction, plan_engine
 from megatron_dapo.planner.generation import Generation, generate
@@ -19,17 +19,7 @@ from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.memory import Layers, TrainerMemory, library_bytes, stage_memory
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.parameters import Parameters, count_parameters, rows_in_hf_order
-from megatron_dapo.planner.search import (
-    Candidate,
-    CriticTask,
-    Task,
-    candidates,
-    critic_seconds,
-    judge,
-    rank,
-    why_illegal,
-    with_changes,
-)
+from megatron_dapo.planner.search import Candidate, CriticTask, Task
 from megatron_dapo.planner.sync import buffer_bytes, sync_time
 from megatron_dapo.planner.workload import Workload, typical_of
 from megatron_dapo.plugins import is_plugin
@@ -112,7 +102,7 @@ def _training(task: Task, policy: PolicyConfig) -> list[Phase]:
 def _critic(task: Task, policy: PolicyConfig, memory: TrainerMemory) -> list[Phase]:
     critic = task.critic
     assert critic is not None
-    values, updates = critic_seconds(task, policy)
+    values, updates = search.critic_seconds(task, policy)
     turn, moving = 0.0, ""
     if critic.takes_turns:
         own = stage_memory(critic.shape, critic.policy(policy), task.world, 1, memory.stage, task.layers)
@@ -215,14 +205,15 @@ def make_plan(
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit; what is set stays."""
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
-    planner = Planner(config, task_of(config, shape, cluster, work, mfu, layers))
-    found = list(candidates(planner.task, config.policy))
+    task = task_of(config, shape, cluster, work, mfu, layers)
+    planner = Planner(config, task)
+    found = list(search.candidates(task, config.policy))
     reason = None if choose else planner.why_not()
     chosen: Choice | None = None
     if choose:
         chosen = planner.best(found)
     elif reason is None:
-        chosen = planner.choice(judge(planner.task, config.policy), config.rollout.servers.tensor_parallel)
+        chosen = planner.choice(search.judge(task, config.policy), config.rollout.servers.tensor_parallel)
     problems = [reason] if reason else planner.problems(chosen)
     tp = chosen.engine.tensor_parallel if chosen and chosen.engine else config.rollout.servers.tensor_parallel
     if chosen and chosen.fits:
@@ -232,15 +223,15 @@ def make_plan(
         shape, count_parameters(shape), cluster, work,
         layout=chosen.trainer.policy if chosen else config.policy,
         chosen=chosen,
-        ranking=rank([c for c in found if planner.choice(c, tp).fits]),
+        ranking=search.rank([c for c in found if planner.choice(c, tp).fits]),
         engines=[planner.choice(chosen.trainer, size) for size in planner.engine_sizes()] if chosen else [],
         changes=planner.smallest_change(found) if problems else None,
         problems=problems,
-        limit=planner.task.limit,
+        limit=task.limit,
         phases=phases,
         step_seconds=step_seconds(phases, overlaps=overlaps(config, cluster), apart=not cluster.colocated),
         steps=config.trainer.steps,
-        assumptions=assumption_lines(planner.task, config),
+        assumptions=[*_machine(task), *_workload(task, config), *_trainer(task), *_engine(task, config)],
     )  # fmt: skip
 
 
@@ -269,7 +260,7 @@ class Planner:
                 f"rollout.servers.tensor_parallel is {tp}: it must divide the {self.task.shape.heads} attention heads "
                 f"and the {gpus} GPUs that serve"
             )
-        return why_illegal(self.task, self.config.policy)
+        return search.why_illegal(self.task, self.config.policy)
 
     def choice(self, trainer: Candidate, tp: int) -> Choice:
         """This layout with engines of `tp` GPUs."""
@@ -313,7 +304,7 @@ class Planner:
         policy, servers = self.config.policy, self.config.rollout.servers
         given = {f"policy.{key}" for key in policy.model_fields_set}
         given |= {f"rollout.servers.{key}" for key in servers.model_fields_set}
-        pairs = self.pairs(rank([c for c in found if given.isdisjoint(c.changes(policy))]))
+        pairs = self.pairs(search.rank([c for c in found if given.isdisjoint(c.changes(policy))]))
         pairs = [pair for pair in pairs if given.isdisjoint(pair.changes(self.config))]
         return min(pairs, key=lambda pair: pair.seconds, default=None)
 
@@ -322,7 +313,7 @@ class Planner:
         for pair in sorted(self.pairs(found), key=lambda pair: (len(pair.changes(self.config)), pair.seconds)):
             changes = pair.changes(self.config)
             with contextlib.suppress(ConfigError):
-                with_changes(self.config, changes)
+                search.with_changes(self.config, changes)
                 return changes
         return None
 
@@ -331,7 +322,7 @@ class Planner:
         servers = self.config.rollout.servers
         if self.why_not() is not None:
             return None
-        choice = self.choice(judge(self.task, self.config.policy), servers.tensor_parallel)
+        choice = self.choice(search.judge(self.task, self.config.policy), servers.tensor_parallel)
         if not choice.fits:
             return None
         phases = self.phases(self.with_generation(choice))
@@ -340,7 +331,8 @@ class Planner:
     def problems(self, chosen: Choice | None) -> list[str]:
         """What does not fit, with the part that is too large."""
         if chosen is None:
-            why = why_illegal(self.task, self.config.policy)  # memory is not to blame if even the layout is impossible
+            # Memory is not to blame if even the layout is impossible.
+            why = search.why_illegal(self.task, self.config.policy)
             return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine", *([why] if why else [])]
         problems, serving, mem = [], chosen.engine, chosen.trainer.fullest
         if not chosen.trainer.fits:
@@ -388,10 +380,6 @@ def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
         return assumptions.ENGINE_RELEASED_BYTES, library_bytes(cluster.trainer_gpus)
     # The engine allocates its share before the trainer starts, and keeps it.
     return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + ENGINE_OVERHEAD_BYTES, 0.0
-
-
-def assumption_lines(task: Task, config: Config) -> list[str]:
-    return [*_machine(task), *_workload(task, config), *_trainer(task), *_engine(task, config)]
 
 
 def _machine(task: Task) -> list[str]:

@@ -87,20 +87,15 @@ def _print_verdict(plan: Plan, console: Console) -> None:
     if plan.changes is None:
         console.print("No layout fits: use more or larger GPUs, shorter sequences, or a smaller model", highlight=False)
     else:
-        console.print(f"Smallest change that fits: {_flags(plan.changes)}", highlight=False)
-
-
-def _flags(changes: dict[str, Any]) -> str:
-    return " ".join(f"--set {item}" for item in as_settings(changes))
+        flags = " ".join(f"--set {item}" for item in as_settings(plan.changes))
+        console.print(f"Smallest change that fits: {flags}", highlight=False)
 
 
 def make_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         right = column.startswith(">")
-        table.add_column(
-            column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
-        )  # fmt: skip
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table
 
 

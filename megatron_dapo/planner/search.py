@@ -199,7 +199,7 @@ def _with_budgets(task: Task, layout: PolicyConfig, recomputation: dict[str, Any
             if memory.total > task.advised:
                 continue
             try:
-                policy.check_layout()
+                policy.check()
             except ValueError:
                 break
             found = judge(task, policy, memory)

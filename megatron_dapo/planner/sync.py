@@ -123,7 +123,14 @@ def sync_time(
         return SyncTime(size, tensors, 1, 0.0, one + max(one, all_), 0.0, 0.0, 0.0, fixed)
     network = cluster.gpu.network * 1e9 * assumptions.WIRE_SHARE
     nvlink = cluster.gpu.nvlink * 1e9 * assumptions.WIRE_SHARE
-    gather = _gather(count_parameters(shape).total * 2.0, shape, policy, cluster, senders, nvlink, network)
+    # Shards travel to their sender: inside a tensor-parallel group by NVLink; from other stages and expert-parallel
+    # ranks through the network where they are on other nodes.
+    whole, tp = 2.0 * count_parameters(shape).total, policy.tensor_parallel
+    gather = whole * (tp - 1) / tp / senders / nvlink
+    apart = policy.pipeline_parallel * (policy.expert_parallel if shape.is_moe else 1) / senders
+    if apart > 1:
+        wire = network if cluster.trainer_gpus > cluster.gpus_per_node else nvlink
+        gather += whole / senders * (1 - 1 / apart) / wire
     # Each sender keeps its own part.
     copied = max(0.0, size / senders - 2 * weights.bucket_bytes) if weights.keep_snapshot else 0.0
     snapshot = copied / assumptions.SNAPSHOT_BYTES_PER_SECOND
@@ -136,26 +143,6 @@ def sync_time(
         send = size / min(network if cluster.gpus > cluster.gpus_per_node else nvlink, assumptions.BROADCAST_LIMIT)
     serial = weights.transport == "distributed"
     return SyncTime(size, tensors, senders, gather, send, load, snapshot, lookups, fixed, serial)
-
-
-def _gather(
-    size: float,
-    shape: ModelShape,
-    policy: PolicyConfig,
-    cluster: Cluster,
-    senders: int,
-    nvlink: float,
-    network: float,
-) -> float:
-    """Shards travel to their sender: inside a tensor-parallel group by NVLink; from other stages and expert-parallel
-    ranks through the network where they are on other nodes."""
-    tp = policy.tensor_parallel
-    inside = size * (tp - 1) / tp / senders / nvlink
-    apart = policy.pipeline_parallel * (policy.expert_parallel if shape.is_moe else 1) / senders
-    if apart <= 1:
-        return inside
-    wire = network if cluster.trainer_gpus > cluster.gpus_per_node else nvlink
-    return inside + size / senders * (1 - 1 / apart) / wire
 
 
 def buffer_bytes(shape: ModelShape, precision: str, weights: WeightTransportConfig, cluster: Cluster) -> float:

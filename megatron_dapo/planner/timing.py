@@ -110,9 +110,7 @@ class Recomputed:
         return cls(attention=float("core_attn" in modules), mlp=float("mlp" in modules or "moe" in modules))
 
     def seconds(self, forward: LayerTime) -> float:
-        return (
-            self.attention * forward.attention + self.projections * forward.projections + self.mlp * forward.mlp
-        )  # fmt: skip
+        return self.attention * forward.attention + self.projections * forward.projections + self.mlp * forward.mlp
 
 
 def layer_time(

@@ -83,9 +83,8 @@ def _start(command: list[str]) -> int:
             os._exit(NOT_EXECUTABLE)
     with contextlib.suppress(OSError):  # done already, by the child
         os.setpgid(child, child)
-    os.closerange(
-        3, os.sysconf("SC_OPEN_MAX")
-    )  # the command's socket: its other end must see when the command has closed it
+    # The command's socket: its other end must see when the command has closed it.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     return child
 
 

@@ -251,7 +251,7 @@ class Case:
         needs = [f"policy.{option}" for option, need in hardware_needs(policy).items() if need in ("te", "fusion")]
         if needs and self.layers != "te":
             return f"{needs[0]} needs --layers te"
-        if self.layers == "te" and not can_use_te():
+        if self.layers == "te" and not (gpu_count() and importlib.util.find_spec("transformer_engine")):
             return "--layers te needs Transformer Engine and an NVIDIA GPU"
         if self.layers == "te" and self.precision == "fp32" and policy.context_parallel > 1:
             return "Transformer Engine has no attention in fp32 for context parallelism; use bf16"
@@ -260,10 +260,6 @@ class Case:
         if "replay" in self.options and not self.shape.is_moe:
             return "the model has no experts to replay"
         return ""
-
-
-def can_use_te() -> bool:
-    return gpu_count() > 0 and importlib.util.find_spec("transformer_engine") is not None
 
 
 @dataclass(frozen=True, slots=True)

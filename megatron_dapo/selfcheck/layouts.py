@@ -57,96 +57,6 @@ from megatron_dapo.selfcheck.trace import (
     trace_updates,
 )
 
-COLUMNS = (
-    "layout", "ranks", "model", "precision", "objective", "aggregation", "loss", "gradients", "grad norm", "weights",
-    "noise", "of limit", "seconds", "",
-)  # fmt: skip
-TEXTS = ("layout", "model", "precision", "objective", "aggregation", "")
-
-
-@dataclass(slots=True)
-class Result:
-    """One case's outcome on rank 0: a difference, or why there is none."""
-
-    case: Case
-    seconds: float
-    difference: Difference | None = None
-    noise: float = 0.0  # largest difference of a gradient between equally right single processes
-    kernels: list[str] = field(default_factory=list)
-    error: str = ""
-    timed_out: bool = False
-
-    @property
-    def ok(self) -> bool:
-        return self.difference is not None and self.difference.ok
-
-    @property
-    def status(self) -> str:
-        if self.difference is None:
-            return "TIMEOUT" if self.timed_out else "ERROR"
-        return "ok" if self.ok else "FAIL"
-
-    @property
-    def precision(self) -> str:
-        return f"{self.case.precision} {self.case.layers}"
-
-
-def print_results(console: Console, results: Sequence[Result], tolerance: float, updates: int, title: str = "") -> None:
-    heading = f"Largest relative difference to a single process, {updates} DAPO updates"
-    grid = Table(title=f"{title}: {heading[0].lower()}{heading[1:]}" if title else heading)
-    for column in COLUMNS:
-        grid.add_column(column, justify="left" if column in TEXTS else "right")
-    for result in results:
-        grid.add_row(*_row(result))
-    console.print(grid)
-    counts = {status: sum(r.status == status for r in results) for status in ("FAIL", "ERROR", "TIMEOUT")}
-    text = f"{len(results)} cases, {counts['FAIL'] + counts['ERROR']} failed, {counts['TIMEOUT']} timed out"
-    worst = max((r.difference.gradients for r in results if r.difference is not None), default=float("nan"))
-    console.print(f"{text}; largest difference of a gradient {worst:.1e}", highlight=False)
-    console.print(
-        f"limits: {tolerance:g} (weights and the gradients of later updates {tolerance * AFTER_ADAM_FACTOR:g}, after "
-        f"Adam), or {NOISE_FACTOR:g} × the noise of the tensor in one process: other micro-batches and, in bf16 and "
-        "fp8, the difference to fp32",
-        highlight=False,
-    )
-    users: dict[str, list[str]] = {}
-    for result in results:
-        if result.kernels:
-            users.setdefault(", ".join(result.kernels), []).append(
-                f"{result.case.name} {result.case.model} {result.precision}"
-            )
-    for kernels, names in users.items():
-        some = list(dict.fromkeys(names))
-        more = f" and {len(some) - 4} more" if len(some) > 4 else ""
-        console.print(f"kernels of {', '.join(some[:4])}{more}: {kernels}", highlight=False, markup=False)
-
-
-def _row(result: Result) -> list[str]:
-    case, found = result.case, result.difference
-    if found is None:
-        numbers, verdict = ["—"] * 6, f"[red]{result.status}[/] {escape(result.error)}"
-    else:
-        numbers = [f"{x:.1e}" for x in (found.loss, found.gradients, found.grad_norm, found.weights, result.noise)]
-        numbers.append(f"{found.share:.2f}")
-        worst = f"{found.worst}: {found.share * found.worst_limit:.1e}, limit {found.worst_limit:.1e}"
-        verdict = "[green]ok[/]" if found.ok else f"[red]FAIL[/] {worst}"
-    names = [case.name, str(case.layout.world_size), case.model, result.precision, case.objective, case.aggregation]
-    return [*names, *numbers, f"{result.seconds:.1f}", verdict]
-
-
-def write_results(path: Path, results: Sequence[Result]) -> None:
-    rows = [
-        {
-            "layout": r.case.name, "ranks": r.case.layout.world_size, "model": r.case.model,
-            "precision": r.case.precision, "layers": r.case.layers, "objective": r.case.objective,
-            "aggregation": r.case.aggregation, "status": r.status, "error": r.error, "seconds": round(r.seconds, 2),
-            "noise": r.noise, "kernels": r.kernels, **(asdict(r.difference) if r.difference else {}),
-        }
-        for r in results
-    ]  # fmt: skip
-    path.write_text(json.dumps(rows, indent=1) + "\n")
-
-
 MOST_FORKED_RANKS = 16
 CASES_PER_FORK = 2  # gloo threads of earlier cases stay: about fifty per case and rank
 Progress = Callable[[str], None]
@@ -326,69 +236,63 @@ def _result(case: Case, outcomes: Mapping[str, Outcome], tolerance: float) -> Re
 # ---- in a job ----
 
 
+@dataclass(slots=True)
 class _CheckInJob:
     """Each case in the job's own ranks; all ranks agree on every outcome before the next one starts."""
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        settings: Settings,
-        cases: Sequence[Case],
-        report: Callable[[Mapping[str, Outcome]], int],
-    ) -> None:
-        self._rendezvous = rendezvous
-        self._settings = settings
-        self._cases = cases
-        self._report = report
-        self._outcomes: dict[str, Outcome] = {}
-        self._references: Future[dict[str, Outcome]] | None = None
-        self._broken = ""
+    rendezvous: Rendezvous
+    settings: Settings
+    cases: Sequence[Case]
+    report: Callable[[Mapping[str, Outcome]], int]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    references: Future[dict[str, Outcome]] | None = None
+    broken: str = ""
 
     def run(self, progress: Progress) -> dict[str, Outcome]:
         """The outcomes; on rank 0 with those of the references."""
-        if self._rendezvous.rank == 0:
-            wanted = {case.key: case for case in _references(self._cases)}
-            self._references = ThreadPoolExecutor(1).submit(_references_of_child, self._settings, wanted)
-        for case in self._cases:
+        if self.rendezvous.rank == 0:
+            wanted = {case.key: case for case in _references(self.cases)}
+            self.references = ThreadPoolExecutor(1).submit(_references_of_child, self.settings, wanted)
+        for case in self.cases:
             progress(f"{case.name}, {case.model}, {case.precision} {case.layers}")
-            timer = threading.Timer(self._settings.timeout, self._end_after_timeout, [case])
+            timer = threading.Timer(self.settings.timeout, self._end_after_timeout, [case])
             timer.daemon = True
             timer.start()
-            self._outcomes[case.key] = self._run_one(case)
+            self.outcomes[case.key] = self._run_one(case)
             timer.cancel()
-        return self._outcomes | (self._references.result() if self._references else {})
+        return self.outcomes | (self.references.result() if self.references else {})
 
     def _run_one(self, case: Case) -> Outcome:
-        if self._broken:
-            return Outcome(None, error=self._broken)
+        if self.broken:
+            return Outcome(None, error=self.broken)
         started, trace, error = time.monotonic(), None, ""
         try:
-            trace = trace_updates(self._rendezvous, case, self._settings.updates)
+            trace = trace_updates(self.rendezvous, case, self.settings.updates)
         except Exception as found:
             error = reason(found)
-            print(f"{case.name} {case.model}, rank {self._rendezvous.rank}: {error}", file=sys.stderr, flush=True)
+            print(f"{case.name} {case.model}, rank {self.rendezvous.rank}: {error}", file=sys.stderr, flush=True)
         error = self._agree(error)
         return Outcome(None if error else trace, time.monotonic() - started, error)
 
     def _end_after_timeout(self, case: Case) -> None:
         """In a thread of its own: the main thread may be stuck in a collective. Rank 0 reports; others wait for their
         end."""
-        if self._rendezvous.rank != 0 or self._references is None:
+        if self.rendezvous.rank != 0 or self.references is None:
             return
-        limit = f"{self._settings.timeout:g} s (--timeout)"
-        rest = {one.key: Outcome(None, error=f"not run: {case.name} did not end before") for one in self._cases}
-        rest[case.key] = Outcome(None, self._settings.timeout, f"it did not end within {limit}", timed_out=True)
-        code = self._report(rest | self._outcomes | self._references.result())
+        limit = f"{self.settings.timeout:g} s (--timeout)"
+        rest = {one.key: Outcome(None, error=f"not run: {case.name} did not end before") for one in self.cases}
+        rest[case.key] = Outcome(None, self.settings.timeout, f"it did not end within {limit}", timed_out=True)
+        code = self.report(rest | self.outcomes | self.references.result())
         sys.stdout.flush()
         os._exit(code)
 
     def _agree(self, error: str) -> str:
         """Collective. The first failing rank's error, on every rank."""
-        errors: list[str] = [""] * self._rendezvous.world_size
+        errors: list[str] = [""] * self.rendezvous.world_size
         try:
             dist.all_gather_object(errors, error)
         except Exception as found:
-            self._broken = f"not run: the job's ranks lost each other before ({reason(found)})"
+            self.broken = f"not run: the job's ranks lost each other before ({reason(found)})"
             return error or reason(found)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), "")
 
@@ -432,6 +336,99 @@ def reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     last = lines[-1].strip() if lines else ""
     return last if isinstance(error, UserError) and last else f"{type(error).__name__}: {last}"
+
+
+# ---- the table ----
+
+
+COLUMNS = (
+    "layout", "ranks", "model", "precision", "objective", "aggregation", "loss", "gradients", "grad norm", "weights",
+    "noise", "of limit", "seconds", "",
+)  # fmt: skip
+TEXTS = ("layout", "model", "precision", "objective", "aggregation", "")
+
+
+@dataclass(slots=True)
+class Result:
+    """One case's outcome on rank 0: a difference, or why there is none."""
+
+    case: Case
+    seconds: float
+    difference: Difference | None = None
+    noise: float = 0.0  # largest difference of a gradient between equally right single processes
+    kernels: list[str] = field(default_factory=list)
+    error: str = ""
+    timed_out: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is not None and self.difference.ok
+
+    @property
+    def status(self) -> str:
+        if self.difference is None:
+            return "TIMEOUT" if self.timed_out else "ERROR"
+        return "ok" if self.ok else "FAIL"
+
+    @property
+    def precision(self) -> str:
+        return f"{self.case.precision} {self.case.layers}"
+
+
+def print_results(console: Console, results: Sequence[Result], tolerance: float, updates: int, title: str = "") -> None:
+    heading = f"Largest relative difference to a single process, {updates} DAPO updates"
+    grid = Table(title=f"{title}: {heading[0].lower()}{heading[1:]}" if title else heading)
+    for column in COLUMNS:
+        grid.add_column(column, justify="left" if column in TEXTS else "right")
+    for result in results:
+        grid.add_row(*_row(result))
+    console.print(grid)
+    counts = {status: sum(r.status == status for r in results) for status in ("FAIL", "ERROR", "TIMEOUT")}
+    text = f"{len(results)} cases, {counts['FAIL'] + counts['ERROR']} failed, {counts['TIMEOUT']} timed out"
+    worst = max((r.difference.gradients for r in results if r.difference is not None), default=float("nan"))
+    console.print(f"{text}; largest difference of a gradient {worst:.1e}", highlight=False)
+    console.print(
+        f"limits: {tolerance:g} (weights and the gradients of later updates {tolerance * AFTER_ADAM_FACTOR:g}, after "
+        f"Adam), or {NOISE_FACTOR:g} × the noise of the tensor in one process: other micro-batches and, in bf16 and "
+        "fp8, the difference to fp32",
+        highlight=False,
+    )
+    users: dict[str, list[str]] = {}
+    for result in results:
+        if result.kernels:
+            users.setdefault(", ".join(result.kernels), []).append(
+                f"{result.case.name} {result.case.model} {result.precision}"
+            )
+    for kernels, names in users.items():
+        some = list(dict.fromkeys(names))
+        more = f" and {len(some) - 4} more" if len(some) > 4 else ""
+        console.print(f"kernels of {', '.join(some[:4])}{more}: {kernels}", highlight=False, markup=False)
+
+
+def _row(result: Result) -> list[str]:
+    case, found = result.case, result.difference
+    if found is None:
+        numbers, verdict = ["—"] * 6, f"[red]{result.status}[/] {escape(result.error)}"
+    else:
+        numbers = [f"{x:.1e}" for x in (found.loss, found.gradients, found.grad_norm, found.weights, result.noise)]
+        numbers.append(f"{found.share:.2f}")
+        worst = f"{found.worst}: {found.share * found.worst_limit:.1e}, limit {found.worst_limit:.1e}"
+        verdict = "[green]ok[/]" if found.ok else f"[red]FAIL[/] {worst}"
+    names = [case.name, str(case.layout.world_size), case.model, result.precision, case.objective, case.aggregation]
+    return [*names, *numbers, f"{result.seconds:.1f}", verdict]
+
+
+def write_results(path: Path, results: Sequence[Result]) -> None:
+    rows = [
+        {
+            "layout": r.case.name, "ranks": r.case.layout.world_size, "model": r.case.model,
+            "precision": r.case.precision, "layers": r.case.layers, "objective": r.case.objective,
+            "aggregation": r.case.aggregation, "status": r.status, "error": r.error, "seconds": round(r.seconds, 2),
+            "noise": r.noise, "kernels": r.kernels, **(asdict(r.difference) if r.difference else {}),
+        }
+        for r in results
+    ]  # fmt: skip
+    path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

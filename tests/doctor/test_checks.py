@@ -14,7 +14,7 @@ from sparse_model import write_sparse_model
 
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.doctor import gpu, machine, software
-from megatron_dapo.doctor.check import NOT_INSTALLED, Check, CommandResult, Probe, examine, run_command, version_tuple
+from megatron_dapo.doctor.check import NOT_INSTALLED, Check, CommandResult, Probe, examine, run_command
 
 HEALTHY = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.12.1", "psutil": "7.2.2"}
 GIB = 1 << 30
@@ -72,7 +72,7 @@ def test_a_command_is_killed_after_its_time_limit():
     ],
 )
 def test_version_numbers_are_parsed(text, expected):
-    assert version_tuple(text) == expected
+    assert software.version_tuple(text) == expected
 
 
 # --- software

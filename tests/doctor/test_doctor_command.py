@@ -82,16 +82,6 @@ def test_the_disk_must_hold_only_adapters_with_lora(rank, gib, tmp_path):
     assert f"3 checkpoints take {gib:,} GiB" in disk.look(usage=lambda path: SimpleNamespace(free=2**50)).found
 
 
-def test_a_result_has_the_name_of_its_probe():
-    quick = [
-        p
-        for p in probes(Config(), named=False)
-        if p.name not in ("torch", "attention", "kernels", "gpu", "run directory")
-    ]
-    for probe in quick:
-        assert probe.look().name == probe.name
-
-
 def test_the_command_line(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps({"trainer": {"run_dir": str(tmp_path / "run")}, "policy": {"model": "nowhere"}}))

@@ -183,10 +183,9 @@ def test_requests_move_from_a_slow_server_only_while_nobody_waits() -> None:
         fast.in_flight = 10
         assert balancer.overloaded() is None  # no room
         fast.in_flight = 5
-        balancer.open = False
-        waiting = asyncio.ensure_future(acquire(balancer))
-        await settle()
-        balancer.open = True
+        with balancer.closed():
+            waiting = asyncio.ensure_future(acquire(balancer))
+            await settle()
         slow.state.withdrawn("failed")
         assert balancer.overloaded() is None  # it cannot be asked
         waiting.cancel()

@@ -53,12 +53,10 @@ class Family:
         return "model.language_model." if self.text_config else "model."
 
 
-def _all_families() -> dict[str, Family]:
-    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
-    return {family.model_type: family for module in modules for family in getattr(module, "FAMILIES", ())}
-
-
-FAMILIES = _all_families()
+_MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for module in _MODULES for family in getattr(module, "FAMILIES", ())
+}
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:

@@ -58,11 +58,8 @@ class PagedCache:
         self.values = torch.zeros_like(self.keys)
         self.windows = self.states = torch.zeros(0, 1)
         if self.linear_layers:
-            heads, keys, values = (
-                config.linear_num_value_heads,
-                config.linear_key_head_dim,
-                config.linear_value_head_dim,
-            )
+            heads = config.linear_num_value_heads
+            keys, values = config.linear_key_head_dim, config.linear_value_head_dim
             channels = 2 * config.linear_num_key_heads * keys + heads * values
             self.windows = torch.zeros(self.linear_layers, 1, 2, config.linear_conv_kernel_dim - 1, channels)
             self.states = torch.zeros(self.linear_layers, 1, 2, heads, keys, values)

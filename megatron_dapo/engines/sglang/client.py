@@ -494,8 +494,6 @@ class SGLangClient:
         for name in left:
             await self.unload_adapter(name)
 
-    # ---- ----
-
     async def close(self) -> None:
         await self.connection.close()
         if self._generate is not self.connection:

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -459,14 +459,14 @@ class SGLangEngine:
                 self._abort_waiting()
                 self._version = version
                 self._sent_versions.add(version)
-                with self._closed_for_requests():
+                with self._balancer.closed():
                     await self._update.load(version, list(self.servers), buckets)
         except BaseException:
             self._updating = False
             raise
 
     async def serve_weights(self, version: int) -> WeightReport:
-        with self._closed_for_requests() if not self._adapters else contextlib.nullcontext():
+        with self._balancer.closed() if not self._adapters else contextlib.nullcontext():
             try:
                 async with self._changing:
                     failed = await self._update.serve(version)
@@ -511,14 +511,6 @@ class SGLangEngine:
         for name in [name for name in server.adapters if name not in kept]:
             del server.adapters[name]
             self._in_background(partial(server.unload_adapter, name))
-
-    @contextlib.contextmanager
-    def _closed_for_requests(self) -> Iterator[None]:
-        self._balancer.open = False
-        try:
-            yield
-        finally:
-            self._balancer.open = True
 
     async def release_memory(self) -> None:
         self._balancer.memory_released = True  # from now on no server is started

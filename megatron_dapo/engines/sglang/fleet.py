@@ -111,7 +111,7 @@ class Fleet(Supervision):
         await self._give_client_process(server)
         self._servers[server.name] = server
         self._engine.add(server)
-        self.supervisors[server.name] = Supervisor(process, server, self._engine, self._config.servers)
+        self.supervisors[server.name] = Supervisor(process, server, self._engine)
 
     @property
     def _owner(self) -> str:
@@ -233,13 +233,11 @@ class Fleet(Supervision):
             supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
         until = time.monotonic() + (self._config.servers.start_timeout if joins and self.membership.changes else 0.0)
-        while all(server.state.down for server in self._servers.values()) and (
-            self._recovering() or time.monotonic() < until
-        ):
+        while all(server.state.down for server in self._servers.values()):
+            recovering = any(server.state.phase is Phase.RECOVERING for server in self._servers.values())
+            if not recovering and time.monotonic() >= until:
+                break
             await asyncio.sleep(POLL)
-
-    def _recovering(self) -> bool:
-        return any(server.state.phase is Phase.RECOVERING for server in self._servers.values())
 
     async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
         ended = await asyncio.gather(*(self.supervisors[server.name].end_process() for server in servers))

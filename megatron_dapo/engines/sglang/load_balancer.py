@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -86,7 +87,7 @@ class LoadBalancer:
         self._measurements = 0
         self._none_since: float | None = None
         self._ticking = False
-        self._open = True
+        self.open = True
         self.memory_released = False
         for server in servers:
             self.add(server)
@@ -112,14 +113,14 @@ class LoadBalancer:
             self._push(place)
         self._dispatch()
 
-    @property
-    def open(self) -> bool:
-        return self._open
-
-    @open.setter
-    def open(self, value: bool) -> None:
-        self._open = value
-        if value:
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """No request starts while the body runs."""
+        self.open = False
+        try:
+            yield
+        finally:
+            self.open = True
             self.refresh()
 
     # ---- requests ----
@@ -133,7 +134,7 @@ class LoadBalancer:
         serves. Raises when no server has served the version for `patience` seconds.
         """
         # First come, first served: a new request does not overtake those that wait.
-        if self._open and not self._waiting and (place := self._choose(key, version, avoid)) is not None:
+        if self.open and not self._waiting and (place := self._choose(key, version, avoid)) is not None:
             return self._reserve(place)
         future: asyncio.Future[SGLangClient | None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = _Waiting(future, key, version, patience, avoid)
@@ -187,7 +188,7 @@ class LoadBalancer:
     def overloaded(self) -> tuple[SGLangClient, int] | None:
         """The server whose requests would run much faster elsewhere, and how many of them should move. None while
         others wait: then every slot is of use."""
-        if self._waiting or not self._open:
+        if self._waiting or not self.open:
             return None
         busy = [place for place in self._places if place.server.in_flight and place.server.state.version is not None]
         if not busy:
@@ -275,7 +276,7 @@ class LoadBalancer:
 
     def _dispatch(self) -> None:
         """Gives free slots to waiting requests, oldest first."""
-        while self._open and self._waiting:
+        while self.open and self._waiting:
             request_id, one = next(iter(self._waiting.items()))
             if one.future.done():  # cancelled by its caller
                 del self._waiting[request_id]
@@ -293,7 +294,7 @@ class LoadBalancer:
         now = asyncio.get_running_loop().time()
         states = [place.server.state for place in self._places]
         recovering = not self.memory_released and any(state.phase is Phase.RECOVERING for state in states)
-        if not self._open or recovering or any(state.serves(oldest.version) for state in states):
+        if not self.open or recovering or any(state.serves(oldest.version) for state in states):
             self._none_since = None
             return
         self._none_since = self._none_since if self._none_since is not None else now

@@ -32,6 +32,50 @@ UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overf
 _LOGPROBS, _IDS, _EXPERTS = b'"output_token_logprobs":[[', b'"output_ids":[', b'"routed_experts":"'
 
 
+class BadReply(ServerFailure):
+    """The reply makes no sense; the server itself may be well."""
+
+
+class UnfinishedUpdate(ServerFailure):
+    """An update to this server has not ended: it holds no version."""
+
+
+class UnknownLabel(ServerFailure):
+    """Weights with a label that this project does not give."""
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateCall:
+    """One generate request to one server, and all that is needed to send it: by the caller or by a client process
+    (`client_process`). `url` may be a router's; `server` is the name for errors. `routed_from`: return the experts of
+    the tokens from this position of the prompt on. `adapter`: None for the base."""
+
+    url: str
+    api_key: str | None
+    server: str
+    request_id: str
+    prompt: Tokens
+    sampling: dict[str, Any]
+    seconds: float
+    routed_from: int | None = None
+    adapter: str | None = None
+
+    async def send(self, connection: Connection) -> Completion:
+        """One try. `connection` is to `url`, with `api_key`."""
+        body: dict[str, Any] = {
+            "rid": self.request_id, "input_ids": self.prompt, "sampling_params": self.sampling,
+            "return_logprob": True, "logprob_start_len": -1,
+        }  # fmt: skip
+        routed = None
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
+        if self.routed_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": self.routed_from}
+            routed = len(self.prompt) - self.routed_from
+        content = await connection.generate(body, self.seconds)
+        return parse_completion(content, f"server {self.server}, request {self.request_id}", routed)
+
+
 def parse_completion(content: bytes, where: str, routed: int | None = None) -> Completion:
     """`where` names the server and the request, for errors. `routed`: the tokens of the prompt whose experts were asked
     for, besides those of the response; None: none were."""
@@ -163,18 +207,6 @@ def _spans(meta: dict[str, Any], count: int, where: str) -> list[WeightSpan]:
     return [WeightSpan(version_number(piece["version"], where), piece["start"], piece["end"]) for piece in pieces]
 
 
-class BadReply(ServerFailure):
-    """The reply makes no sense; the server itself may be well."""
-
-
-class UnfinishedUpdate(ServerFailure):
-    """An update to this server has not ended: it holds no version."""
-
-
-class UnknownLabel(ServerFailure):
-    """Weights with a label that this project does not give."""
-
-
 BASE_LABEL = "0"  # of a server that gets adapters; after a restart it is `default`
 
 
@@ -217,35 +249,3 @@ def version_number(label: Any, where: str) -> int:
     except (TypeError, ValueError):
         kind = UnfinishedUpdate if is_updating_label(str(label)) else UnknownLabel
         raise kind(f"{where}: its weights are labelled {label!r}, not with a version of this run") from None
-
-
-@dataclass(slots=True, frozen=True)
-class GenerateCall:
-    """One generate request to one server, and all that is needed to send it: by the caller or by a client process
-    (`client_process`). `url` may be a router's; `server` is the name for errors. `routed_from`: return the experts of
-    the tokens from this position of the prompt on. `adapter`: None for the base."""
-
-    url: str
-    api_key: str | None
-    server: str
-    request_id: str
-    prompt: Tokens
-    sampling: dict[str, Any]
-    seconds: float
-    routed_from: int | None = None
-    adapter: str | None = None
-
-    async def send(self, connection: Connection) -> Completion:
-        """One try. `connection` is to `url`, with `api_key`."""
-        body: dict[str, Any] = {
-            "rid": self.request_id, "input_ids": self.prompt, "sampling_params": self.sampling,
-            "return_logprob": True, "logprob_start_len": -1,
-        }  # fmt: skip
-        routed = None
-        if self.adapter is not None:
-            body["lora_path"] = self.adapter
-        if self.routed_from is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": self.routed_from}
-            routed = len(self.prompt) - self.routed_from
-        content = await connection.generate(body, self.seconds)
-        return parse_completion(content, f"server {self.server}, request {self.request_id}", routed)

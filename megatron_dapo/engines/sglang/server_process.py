@@ -140,7 +140,8 @@ class ServerProcess:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **extra, **self.keys.environment(self._config)}
         try:
-            with open(self.log, "ab", opener=_private) as log:
+            # Only the owner may read a server's log: it may quote requests.
+            with open(self.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
                 self._process = SupervisedProcess(command, environment, output=log)
         except OSError as error:
             raise EngineError(f"cannot start a server with {command[0]} (rollout.servers.python): {error}") from error
@@ -193,11 +194,6 @@ class ServerProcess:
             await process.end(patience)
             if self._process is process:
                 self._process = None
-
-
-def _private(path: str, flags: int) -> int:
-    """Only the owner may read a server's log: it may quote requests."""
-    return os.open(path, flags, 0o600)
 
 
 def _free_port(host: str, first: int, taken: set[int]) -> int:

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import time
 
-from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.http import ServerFailure, nobody_listens
@@ -58,18 +57,12 @@ class RestartBudget:
 
 
 class Supervisor:
-    def __init__(
-        self,
-        process: ServerProcess | ExternalServer,
-        server: SGLangClient,
-        engine: SGLangEngine,
-        config: ServerConfig,
-    ) -> None:
+    def __init__(self, process: ServerProcess | ExternalServer, server: SGLangClient, engine: SGLangEngine) -> None:
         self._process = process
         self._server = server
         self._state = server.state
         self._engine = engine
-        self._config = config
+        self._config = config = server.config
         self.budget = RestartBudget(0 if config.share_base else config.restarts, config.restart_recovery)
         self.budget.serving()
         self.restarts = 0

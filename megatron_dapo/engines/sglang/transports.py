@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -102,21 +102,23 @@ class Transfer:
 
 
 class Transport:
-    """`prepare` makes what is sent of a bucket, `release` frees it: both in the thread that produces the buckets. A
-    subclass defines `_make`, the part of `prepare` that it needs."""
+    """`prepare` makes what is sent of a bucket, `release` frees it: both in the thread that produces the buckets."""
 
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
         self._config = config
         self._snapshot = snapshot
         self._manifest = manifest
         self._proves = config.proof == "checksum"
-        self._make: Callable[[FlatBucket], Any] = lambda bucket: bucket
         self._sent: list[SentChecksums] = []
 
     def prepare(self, bucket: Bucket) -> Prepared:
         flat = flatten(bucket)
         wire = self._make(flat)  # first: servers wait for what has been launched until now
         return Prepared(wire, checksums_of(flat) if self._proves else None)
+
+    def _make(self, bucket: FlatBucket) -> Any:
+        """What is sent: the bucket itself."""
+        return bucket
 
     def release(self, prepared: Prepared) -> None:
         """Nothing, where the bucket itself is sent."""
@@ -181,12 +183,10 @@ class DirectTransport(Transport):
     """Sends each bucket while the next is produced; also writes a snapshot where one is kept. A subclass says how one
     bucket gets from here, or from another rank, to the servers."""
 
-    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
-        super().__init__(config, snapshot, manifest)
-        # Of the update that runs
-        self._version = 0
-        self._link: SenderLink | None = None
-        self._order: Sequence[str] = ()
+    # Of the update that runs
+    _version = 0
+    _link: SenderLink | None = None
+    _order: Sequence[str] = ()
 
     async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
         raise NotImplementedError
@@ -239,11 +239,11 @@ class DirectTransport(Transport):
 
     async def _read_remote_checksums(self, transfer: Transfer, servers: Sequence[SGLangClient]) -> None:
         link = self._link
-        for rank in link.ranks if link is not None and self._proves else ():
+        if link is None or not self._proves:
+            return
+        for rank in filter(None, link.ranks):  # those of rank 0 are known
             try:
-                if rank and link is not None:
-                    sums = await asyncio.to_thread(link.checksums, rank)
-                    transfer.checksums |= {name: (elements, total) for name, (elements, total) in sums.items()}
+                transfer.checksums |= await asyncio.to_thread(link.checksums, rank)
             except EngineError as error:
                 transfer.failed |= {server.name: error for server in servers}
 
@@ -256,9 +256,8 @@ class TensorTransport(DirectTransport):
     """Same host: the request carries a reference to shared memory (or CUDA IPC memory), not the tensors. With several
     nodes, a rank on each node holds the bucket, and the servers of the node get that rank's reference."""
 
-    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
-        super().__init__(config, snapshot, manifest)
-        self._make = partial(share, pack_experts=config.pack_experts)
+    def _make(self, bucket: FlatBucket) -> SharedBucket:
+        return share(bucket, pack_experts=self._config.pack_experts)
 
     def release(self, prepared: Prepared) -> None:
         prepared.wire.free()
@@ -312,9 +311,7 @@ class TensorTransport(DirectTransport):
 class DistributedTransport(DirectTransport):
     """Broadcasts from the senders to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
 
-    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
-        super().__init__(config, snapshot, manifest)
-        self._groups: WeightProcessGroups | None = None
+    _groups: WeightProcessGroups | None = None
 
     async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
         """Joins the servers into a group for each sender. Groups with the same members, none of them restarted, are

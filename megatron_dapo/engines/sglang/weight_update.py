@@ -79,11 +79,6 @@ class WeightUpdater:
         self._parts: defaultdict[str, float] = defaultdict(float)
 
     @property
-    def keeps_snapshot(self) -> bool:
-        """Whether a server that misses an update can be given the version from disk, or an adapter from memory."""
-        return self._config.writes_files or self._adapters is not None
-
-    @property
     def has_snapshot(self) -> bool:
         return self._snapshot.exists if self._adapters is None else self._adapters.version is not None
 
@@ -124,7 +119,8 @@ class WeightUpdater:
         servers, failed = loaded.servers, dict(loaded.failed)
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         self._first_errors = {name: str(error) for name, error in failed.items()}
-        again = [s for s in servers if s.name in failed and not s.state.down and self.keeps_snapshot]
+        kept = self._config.writes_files or self._adapters is not None  # the version on disk, or the adapter in memory
+        again = [s for s in servers if s.name in failed and not s.state.down and kept]
         again = [s for s in again if not isinstance(failed[s.name], Unresponsive)]
         for server in again:
             log.warning("weight version %d, given from the snapshot: %s", version, failed[server.name])

@@ -16,24 +16,9 @@ from megatron_dapo.planner.simulation.report import events, print_variants, vari
 from megatron_dapo.planner.simulation.run import Inputs, parse_sweep, run_sweep
 
 
-def run(
-    config: str,
-    set: list[str],
-    hardware: dict[str, Any],
-    estimates: dict[str, Any],
-    incidents: dict[str, Any],
-    mfu: float,
-    from_run: str | None,
-    steps: int,
-    seed: int,
-    whole: bool,
-    sweep: list[str],
-    output: str | None,
-    as_json: bool,
-) -> int:
-    """`hardware`, `estimates` and `incidents`: the arguments of `cluster_of`, `Workload.of` and `Incidents.of`."""
-    inputs = Inputs(config, set, hardware, mfu, estimates, from_run, steps, seed, whole, Incidents.of(**incidents))
-    variants = run_sweep(inputs, parse_sweep(sweep))
+def run(sweep: list[str], output: str | None, as_json: bool, incidents: dict[str, Any], **inputs: Any) -> int:
+    """`incidents`: the arguments of `Incidents.of`. `inputs`: the other fields of `Inputs`."""
+    variants = run_sweep(Inputs(**inputs, incidents=Incidents.of(**incidents)), parse_sweep(sweep))
     if not any(variant.simulation for variant in variants):
         raise UserError(f"nothing could be simulated: {variants[0].problem}")
     if as_json:

@@ -245,11 +245,11 @@ class Inputs:
     """What the flags of the command say."""
 
     config: str | None
-    settings: list[str]
+    set: list[str]
     hardware: dict[str, Any]  # for `cluster_of`
     mfu: float
     estimates: dict[str, Any]  # for `Workload.of`
-    run: str | None = None  # a run directory, for lengths and yield
+    from_run: str | None = None  # a run directory, for lengths and yield
     steps: int = 6
     seed: int = 0
     whole: bool = False  # simulate every server, even of a large fleet
@@ -288,7 +288,7 @@ def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
     settings = [f"{key}={value}" for key, value in values.items() if key != SPLIT]
     split = {SPLIT: int(values[SPLIT])} if SPLIT in values else {}
     try:
-        config = load_config(inputs.config, [*inputs.settings, *settings])
+        config = load_config(inputs.config, [*inputs.set, *settings])
         setting, parts = make_setting(inputs, config, cluster_of(config.slurm, **(inputs.hardware | split)))
         return Variant(values, simulate(setting, inputs.steps, inputs.seed), parts)
     except UserError as error:
@@ -302,8 +302,8 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     if config.rollout.engine != "sglang":
         raise UserError(f"rollout.engine is {config.rollout.engine}: only SGLang servers are simulated")
     work = Workload.of(config, **inputs.estimates)
-    if inputs.run:
-        work = from_run(inputs.run, work)
+    if inputs.from_run:
+        work = from_run(inputs.from_run, work)
     task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     if reason := why_illegal(task, config.policy):
         raise UserError(reason)
