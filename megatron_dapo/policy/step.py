@@ -116,7 +116,7 @@ class UpdateStep:
         self.total_steps = steps_with_updates(config, is_critic)
         self.loss: PolicyLoss | ValueLoss = ValueLoss(config.critic.clip) if is_critic else PolicyLoss(config.algorithm)
         self._read_output: ReadOutput = from_value_head if is_critic else from_head
-        self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
+        self.replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1], frozen=bool(config.policy.lora.rank))
@@ -180,7 +180,7 @@ class UpdateStep:
         if self.shape.is_moe:
             metrics |= ExpertLoad.gather(micro_batches, self.shape, self.runtime).metrics()
         if self.config.policy.routing_replay != "off":
-            metrics |= self._replay.metrics(micro_batches)
+            metrics |= self.replay.metrics(micro_batches)
         return metrics
 
     def validate(self, batch: TrainBatch, doing: str, *, to_train: bool = True) -> None:
@@ -188,7 +188,7 @@ class UpdateStep:
         try:
             batch.validate(self.shape.vocab, self.config.policy.micro_batch_tokens)
             if self._replays(batch):
-                self._replay.check(batch)
+                self.replay.check(batch)
             if to_train:
                 self._check_needs(batch)
         except UserError as found:
@@ -229,7 +229,7 @@ class UpdateStep:
                 real = torch.from_numpy(micro.routed >= 0).to(self.runtime.device, non_blocking=True)
                 micro.packed.routing = MicroBatchRouting(real)
                 if replay and self._replays(batch):
-                    self._replay.attach(batch, micro)
+                    self.replay.attach(batch, micro)
         return mine
 
     def score(self, micro_batches: list[PackedMicroBatch], *, head: bool = True) -> list[Tensor]:
@@ -261,7 +261,7 @@ class UpdateStep:
         """`score`, after which the batch has the experts of every token in this rank's layers."""
         record(micro_batches)
         outputs = self.score(micro_batches)
-        batch.routed_experts = self._replay.recorded(batch, micro_batches)
+        batch.routed_experts = self.replay.recorded(batch, micro_batches)
         return outputs
 
     def _set_load_balancing(self, micro_batches: list[PackedMicroBatch], denominator: int) -> None:
