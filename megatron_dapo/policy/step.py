@@ -380,19 +380,21 @@ class LossInputs:
         self._batch = batch
         self._proximal = proximal
         self._loss = loss
+        self._weights: Any = None
+        self._counts: Any = None
         self._positive: Tensor | None = None
         self._mean_weight = 1.0
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:
             self._advantages = self._advantages + batch.token_advantages
-        # What a mean over sequences counts: rollouts, of which one may consist of several samples.
-        counted = self._sample_of
+        # What a mean over sequences counts: rollouts. One may consist of several samples, some of them excluded.
+        counted, mask = self._sample_of, torch.from_numpy(batch.loss_mask)
         if batch.rollouts is not None:
-            counted = np.unique(batch.rollouts, return_inverse=True)[1][self._sample_of]
+            counted, mask = np.unique(batch.rollouts, return_inverse=True)[1][self._sample_of], self._counted
         self._weights, self._counts = token_weights(
             config.algorithm.aggregation,
-            torch.from_numpy(batch.loss_mask),
+            mask,
             torch.from_numpy(counted),
             batch.samples,
             config.aggregation_length,

@@ -48,22 +48,28 @@ def shared(rendezvous, config):
 
 
 MASKS = {"off_policy": {"geometric_mask": [0.5, 2]}}
+BALANCE = {"policy": {"moe_aux_loss_coefficient": 0.1}}
+FUNCTION = {"rollout": {"generate": "python:module.function"}}
 
 
 @pytest.mark.parametrize(
-    "algorithm, balance, everywhere",
+    "algorithm, more, everywhere",
     [
-        (MASKS, 0.0, False),
-        ({}, 0.1, False),
-        (MASKS, 0.1, True),
-        (MASKS | {"positive_coefficient": 0.1}, 0.0, True),
-        ({"off_policy": {"importance_weight": "token", "normalize_weights": True}}, 0.0, True),
+        (MASKS, {}, False),
+        (MASKS | {"aggregation": "seq-mean-token-mean"}, {}, False),
+        (MASKS | {"aggregation": "seq-mean-token-mean"}, FUNCTION, True),
+        (MASKS, FUNCTION, False),
+        ({"aggregation": "seq-mean-token-mean"}, FUNCTION, False),
+        ({}, BALANCE, False),
+        (MASKS, BALANCE, True),
+        (MASKS | {"positive_coefficient": 0.1}, {}, True),
+        ({"off_policy": {"importance_weight": "token", "normalize_weights": True}}, {}, True),
     ],
 )
-def test_every_rank_has_all_log_probs_where_a_count_depends_on_them(algorithm, balance, everywhere):
+def test_every_rank_has_all_log_probs_where_a_count_depends_on_them(algorithm, more, everywhere):
     """The load-balancing loss and the positive term need the denominator of the whole mini-batch, without the sequences
-    that masks exclude."""
-    config = TWO_PROMPTS | {"algorithm": algorithm, "policy": {"moe_aux_loss_coefficient": balance}}
+    that masks exclude; a mean over rollouts needs to know which of their samples are excluded."""
+    config = TWO_PROMPTS | {"algorithm": algorithm, "policy": {"moe_aux_loss_coefficient": 0.0}} | more
     (all_logprobs, mine, tokens, rollouts, mask), found = run_ranks(2, shared, config)
     assert np.array_equal(found[1], mine)
     assert np.array_equal(found[0], all_logprobs) == everywhere
