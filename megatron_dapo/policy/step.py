@@ -122,7 +122,6 @@ class UpdateStep:
         self._weight_gradient = _weight_gradient(model[-1], frozen=bool(config.policy.lora.rank))
         self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._weights_incomplete = False
-        self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
         self.recorded: Floats | None = None
 
     def update(
@@ -173,7 +172,8 @@ class UpdateStep:
         if record:
             outputs = [metrics["scores"] for metrics in stored]
             self.recorded = self.gather(2, len(batch.loss_mask), micro_batches, outputs)
-        reducer = self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None, proximal)
+        given = {"reference": batch.ref_logprobs is not None, "engine": batch.engine_logprobs is not None}
+        reducer = MetricReducer(self.loss, self.runtime, **given, proximal=proximal, read_output=self._read_output)
         metrics = reducer.reduce(stored)
         if balances and metrics["denominator"] != denominator:
             raise RuntimeError(f"Megatron divides by {metrics['denominator']:.0f}, the loss announced {denominator}")
@@ -274,12 +274,7 @@ class UpdateStep:
             micro.packed.routing.slopes = slopes
 
     def run(
-        self,
-        micro_batches: list[PackedMicroBatch],
-        make_loss: MakeLossFunc,
-        *,
-        score: bool = False,
-        head: bool = True,
+        self, micro_batches: list[PackedMicroBatch], make_loss: MakeLossFunc, *, score: bool = False, head: bool = True
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions stored (last stage only)."""
         if score:
@@ -325,20 +320,6 @@ class UpdateStep:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def _reducer(self, reference: bool, engine: bool, proximal: Proximal) -> MetricReducer:
-        """Made once for each kind of batch: the metric names depend on nothing else."""
-        kind = (reference, engine, proximal)
-        if kind not in self._reducers:
-            self._reducers[kind] = MetricReducer(
-                self.loss,
-                self.runtime,
-                reference=reference,
-                engine=engine,
-                proximal=proximal,
-                read_output=self._read_output,
-            )
-        return self._reducers[kind]
 
     def _loss_func_maker(self, inputs: LossInputs, record: bool) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
@@ -393,11 +374,7 @@ class LossInputs:
         if batch.rollouts is not None:
             counted, mask = np.unique(batch.rollouts, return_inverse=True)[1][self._sample_of], self._counted
         self._weights, self._counts = token_weights(
-            config.algorithm.aggregation,
-            mask,
-            torch.from_numpy(counted),
-            batch.samples,
-            config.aggregation_length,
+            config.algorithm.aggregation, mask, torch.from_numpy(counted), batch.samples, config.aggregation_length
         )
         if isinstance(loss, PolicyLoss) and config.algorithm.off_policy.normalize_weights:
             self._mean_weight = loss.off_policy.mean_weight(self.everything())
