@@ -98,7 +98,7 @@ def run(config: Config, count: int, tokens: int) -> int:
     gaps(policy, batch, "experts of the engine")
     micro_batches = policy.step.pack(batch)
     policy.step.score(micro_batches)
-    found = policy.step._replay.metrics(micro_batches)
+    found = policy.step.replay.metrics(micro_batches)
     share, differs = found["routing_replayed"], found["routing_changed"]
     print(f"replayed: {share:.4f} of the tokens; choices that the router would make otherwise: {differs:.4f}")
     shutdown()

@@ -146,6 +146,8 @@ class Config(Section):
         """Whether a number of the whole mini-batch depends on log-probs, which every rank then needs of all samples."""
         off_policy = self.algorithm.off_policy
         counts = self.algorithm.positive_coefficient > 0 or self.policy.moe_aux_loss_coefficient > 0
+        # The samples of one rollout may be on several ranks.
+        counts |= self.rollout.generate is not None and self.algorithm.aggregation != "token-mean"
         return off_policy.normalize_weights or (counts and bool(off_policy.sequence_masks))
 
     @property

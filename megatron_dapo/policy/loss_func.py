@@ -134,31 +134,15 @@ class MetricReducer:
     """
 
     def __init__(
-        self,
-        loss: Loss,
-        runtime: Runtime,
-        *,
-        reference: bool,
-        engine: bool,
-        proximal: Proximal = "old",
+        self, loss: Loss, runtime: Runtime, *, reference: bool, engine: bool, proximal: Proximal = "old",
         read_output: ReadOutput = from_head,
-    ) -> None:
+    ) -> None:  # fmt: skip
         one = torch.zeros(1)
         batch = TokenBatch(
-            old_logprobs=one,
-            advantages=one,
-            mask=one.bool(),
-            weights=one,
-            counts=one.long(),
-            sequence_ids=one.long(),
-            sequences=1,
-            ref_logprobs=one if reference else None,
-            engine_logprobs=one if engine else None,
-            old_values=one,
-            returns=one,
-            positive=one if loss.needs.right else None,
-            proximal=proximal,
-        )
+            one, one, one.bool(), one, one.long(), one.long(), 1, ref_logprobs=one if reference else None,
+            engine_logprobs=one if engine else None, old_values=one, returns=one,
+            positive=one if loss.needs.right else None, proximal=proximal,
+        )  # fmt: skip
         result = loss(read_output(torch.zeros(2, 1)), batch)
         self.sums = ["loss_sum", "denominator", *result.sums]
         self.maxima = list(result.maxima)

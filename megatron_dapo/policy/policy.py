@@ -39,6 +39,7 @@ from megatron_dapo.policy.model.lora import Adapters, load_adapters
 from megatron_dapo.policy.step import UpdateStep
 from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.sync.shared_bucket import open_server_tensor
+from megatron_dapo.types import RoutedExperts
 from megatron_dapo.weights.adapters import adapter_mappings, base_fingerprint, read_adapter
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.mapping import ParameterMapping, parameter_mappings
@@ -205,6 +206,12 @@ class Policy:
         gets the experts that computed them, which the updates replay."""
         record = self.config.policy.routing_replay == "old_log_probs"
         return self.log_probs(batch, mini_batches, record=record)[0]
+
+    def collect_experts(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]) -> dict[int, RoutedExperts]:
+        """Collective. On rank 0 the experts that `old_log_probs` has put into the batches of all ranks, by sample."""
+        if batch.routed_experts is None or self.config.policy.routing_replay != "old_log_probs":
+            return {}
+        return self.step.replay.collect(batch, mini_batches)
 
     def log_probs(
         self,

@@ -101,6 +101,21 @@ class RoutingReplay:
                 found[sample] = table.reshape(len(table), -1)
         return found
 
+    def collect(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]) -> dict[int, RoutedExperts]:
+        """Collective. On rank 0 what the ranks have recorded of these samples, by sample. One mini-batch at a time:
+        each rank's message takes as much of rank 0's memory as the largest."""
+        found: dict[int, RoutedExperts] = {}
+        groups, runtime = self.runtime.groups, self.runtime
+        assert batch.routed_experts is not None
+        first = groups.tp.rank() == groups.cp.rank() == 0  # the others that share the tokens have the same
+        for samples in mini_batches:
+            mine = {i: experts for i in samples if first and (experts := batch.routed_experts[i]) is not None}
+            everyone: list[Any] | None = [{}] * runtime.world_size if runtime.rank == 0 else None
+            dist.gather_object(mine, everyone, dst=0, group=runtime.control)
+            for i, experts in ((i, x) for theirs in everyone or () for i, x in theirs.items()):
+                found[i] = np.maximum(experts, found.get(i, 0))
+        return found
+
     def _gather(self, tensor: Tensor) -> Any:
         """Of all ranks that share the tokens of the micro-batch, on the host."""
         group = self.runtime.groups.tp_cp

@@ -116,13 +116,12 @@ class UpdateStep:
         self.total_steps = steps_with_updates(config, is_critic)
         self.loss: PolicyLoss | ValueLoss = ValueLoss(config.critic.clip) if is_critic else PolicyLoss(config.algorithm)
         self._read_output: ReadOutput = from_value_head if is_critic else from_head
-        self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
+        self.replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1], frozen=bool(config.policy.lora.rank))
         self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._weights_incomplete = False
-        self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
         self.recorded: Floats | None = None
 
     def update(
@@ -173,14 +172,15 @@ class UpdateStep:
         if record:
             outputs = [metrics["scores"] for metrics in stored]
             self.recorded = self.gather(2, len(batch.loss_mask), micro_batches, outputs)
-        reducer = self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None, proximal)
+        given = {"reference": batch.ref_logprobs is not None, "engine": batch.engine_logprobs is not None}
+        reducer = MetricReducer(self.loss, self.runtime, **given, proximal=proximal, read_output=self._read_output)
         metrics = reducer.reduce(stored)
         if balances and metrics["denominator"] != denominator:
             raise RuntimeError(f"Megatron divides by {metrics['denominator']:.0f}, the loss announced {denominator}")
         if self.shape.is_moe:
             metrics |= ExpertLoad.gather(micro_batches, self.shape, self.runtime).metrics()
         if self.config.policy.routing_replay != "off":
-            metrics |= self._replay.metrics(micro_batches)
+            metrics |= self.replay.metrics(micro_batches)
         return metrics
 
     def validate(self, batch: TrainBatch, doing: str, *, to_train: bool = True) -> None:
@@ -188,7 +188,7 @@ class UpdateStep:
         try:
             batch.validate(self.shape.vocab, self.config.policy.micro_batch_tokens)
             if self._replays(batch):
-                self._replay.check(batch)
+                self.replay.check(batch)
             if to_train:
                 self._check_needs(batch)
         except UserError as found:
@@ -229,7 +229,7 @@ class UpdateStep:
                 real = torch.from_numpy(micro.routed >= 0).to(self.runtime.device, non_blocking=True)
                 micro.packed.routing = MicroBatchRouting(real)
                 if replay and self._replays(batch):
-                    self._replay.attach(batch, micro)
+                    self.replay.attach(batch, micro)
         return mine
 
     def score(self, micro_batches: list[PackedMicroBatch], *, head: bool = True) -> list[Tensor]:
@@ -261,7 +261,7 @@ class UpdateStep:
         """`score`, after which the batch has the experts of every token in this rank's layers."""
         record(micro_batches)
         outputs = self.score(micro_batches)
-        batch.routed_experts = self._replay.recorded(batch, micro_batches)
+        batch.routed_experts = self.replay.recorded(batch, micro_batches)
         return outputs
 
     def _set_load_balancing(self, micro_batches: list[PackedMicroBatch], denominator: int) -> None:
@@ -274,12 +274,7 @@ class UpdateStep:
             micro.packed.routing.slopes = slopes
 
     def run(
-        self,
-        micro_batches: list[PackedMicroBatch],
-        make_loss: MakeLossFunc,
-        *,
-        score: bool = False,
-        head: bool = True,
+        self, micro_batches: list[PackedMicroBatch], make_loss: MakeLossFunc, *, score: bool = False, head: bool = True
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions stored (last stage only)."""
         if score:
@@ -326,20 +321,6 @@ class UpdateStep:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _reducer(self, reference: bool, engine: bool, proximal: Proximal) -> MetricReducer:
-        """Made once for each kind of batch: the metric names depend on nothing else."""
-        kind = (reference, engine, proximal)
-        if kind not in self._reducers:
-            self._reducers[kind] = MetricReducer(
-                self.loss,
-                self.runtime,
-                reference=reference,
-                engine=engine,
-                proximal=proximal,
-                read_output=self._read_output,
-            )
-        return self._reducers[kind]
-
     def _loss_func_maker(self, inputs: LossInputs, record: bool) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
             tokens = inputs.of(micro.slots, micro.sequence_ids, micro.sequences, self.runtime.device)
@@ -380,22 +361,20 @@ class LossInputs:
         self._batch = batch
         self._proximal = proximal
         self._loss = loss
+        self._weights: Any = None
+        self._counts: Any = None
         self._positive: Tensor | None = None
         self._mean_weight = 1.0
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:
             self._advantages = self._advantages + batch.token_advantages
-        # What a mean over sequences counts: rollouts, of which one may consist of several samples.
-        counted = self._sample_of
+        # What a mean over sequences counts: rollouts. One may consist of several samples, some of them excluded.
+        counted, mask = self._sample_of, torch.from_numpy(batch.loss_mask)
         if batch.rollouts is not None:
-            counted = np.unique(batch.rollouts, return_inverse=True)[1][self._sample_of]
+            counted, mask = np.unique(batch.rollouts, return_inverse=True)[1][self._sample_of], self._counted
         self._weights, self._counts = token_weights(
-            config.algorithm.aggregation,
-            torch.from_numpy(batch.loss_mask),
-            torch.from_numpy(counted),
-            batch.samples,
-            config.aggregation_length,
+            config.algorithm.aggregation, mask, torch.from_numpy(counted), batch.samples, config.aggregation_length
         )
         if isinstance(loss, PolicyLoss) and config.algorithm.off_policy.normalize_weights:
             self._mean_weight = loss.off_policy.mean_weight(self.everything())

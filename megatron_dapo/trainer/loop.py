@@ -326,7 +326,7 @@ class Trainer:
                 "critic_skipped_in_a_row": self.updates.critic_skipped_in_a_row,
                 "critic_is_ready": self.updates.critic_is_ready,
                 "observer": self.observer.state(),
-                "current": step.to_state() if step else None,
+                "current": step.to_state(self.policy) if step else None,
                 **self.rollouts.state(),
             }
             self.saves.save(self.policy, self.steps_done, updates, state, wait=wait)

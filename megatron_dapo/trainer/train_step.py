@@ -172,8 +172,11 @@ class TrainStep:
 
     # ---- saved between two updates ----
 
-    def to_state(self) -> dict[str, Any]:
-        """Rank 0's is saved."""
+    def to_state(self, policy: Policy) -> dict[str, Any]:
+        """Collective. Rank 0's is saved."""
+        samples = [] if self.source is None else self.source.samples
+        for sample, experts in policy.collect_experts(self.batch, self.mini_batches[self.updates_done :]).items():
+            samples[sample].routed_experts = experts
         return {
             "batch": self.source.to_state() if self.source is not None else None,
             "metrics": self.rollout_metrics,

@@ -104,8 +104,12 @@ class Watchdog:
         self._status = {"beats": self._beats, "progress": self._progress, "doing": self._doing, "where": self._where(),
                         "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
         self._status["gpu"] = gpu_status()
-        with contextlib.suppress(OSError):  # a full or unreachable file system must not end a run that works
-            write_atomically(path, json.dumps(self._status), fsync=False)
+        text = json.dumps(self._status)
+        try:
+            write_atomically(path, text, fsync=False)
+        except OSError:  # a full disk must not end a run that works: the file that is there needs no more room
+            with contextlib.suppress(OSError), path.open("r+b") as file:
+                file.write(text.encode().ljust(path.stat().st_size))
 
     def _where(self) -> str:
         """The innermost frame of the main thread. It distinguishes the ranks that wait from the one they wait for."""

@@ -1,6 +1,7 @@
 """Every Adam that Megatron may pick saves and loads its moments and its step count exactly."""
 
 import functools
+from types import SimpleNamespace
 
 import fused_adam
 import megatron.core.optimizer as megatron_optimizer
@@ -15,7 +16,7 @@ from save_policy import save_policy
 from megatron_dapo.checkpoints import policy_state
 from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy
 from megatron_dapo.config import parse_config
-from megatron_dapo.policy.megatron.optimizer_state import inner_optimizers, saved_step
+from megatron_dapo.policy.megatron.optimizer_state import KEYS, _joined, inner_optimizers, saved_step
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.model import gpt
 from megatron_dapo.policy.policy import Policy
@@ -315,3 +316,19 @@ def test_an_offloaded_optimizer_continues_bit_for_bit(layout, fraction, updates,
     folder, expected = saved(layout, fraction, updates)
     assert expected[2] == {updates + 1}
     assert_same(run(load_and_update, layout, fraction, folder, updates), expected)
+
+
+@pytest.mark.parametrize("precision_aware", [True, False])
+def test_the_whole_state_of_an_offloaded_optimizer_does_not_go_to_the_device(precision_aware):
+    """It is offloaded because the device has no room for it. Copies that reading makes leave the device at once."""
+    state = {key: torch.arange(4.0) for key in KEYS}
+    optimizer = SimpleNamespace(
+        data_parallel_group=SimpleNamespace(rank=lambda: 0),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=precision_aware),
+        _get_main_param_and_optimizer_states=lambda parameter: state,
+    )
+    copied = []
+    parameter = torch.empty(4, device="meta")  # stands for one on a GPU
+    found = _joined(optimizer, parameter, {0: slice(0, 4)}, 0, lambda tensor: copied.append(tensor) or tensor)
+    assert all(torch.equal(found[key], state[key]) for key in KEYS)
+    assert len(copied) == (len(KEYS) if precision_aware else 0)

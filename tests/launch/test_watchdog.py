@@ -1,5 +1,6 @@
 """A rank that hangs ends all ranks within a known time; the reason names it and its stack is written."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from megatron_dapo.config.trainer import HeartbeatConfig
+from megatron_dapo.trainer import watchdog as watchdog_module
 from megatron_dapo.trainer.watchdog import HUNG, Watchdog, log_folder
 
 CONFIG = HeartbeatConfig(every=0.1, silent=1.5, stuck=3.0)
@@ -123,6 +125,30 @@ def test_full_disk_does_not_hide_a_rank_without_progress(tmp_path, capfd):
     process.start()
     assert codes([process]) == [HUNG]
     assert "has made no progress" in capfd.readouterr().err
+
+
+def on_a_full_disk(number, folder, index_of_hang):
+    """No file can be created any more, and none can grow."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Watchdog(CONFIG, folder, number, 2) as watchdog:
+        for index in range(45):
+            watchdog.mark(f"update {index}", index < index_of_hang)
+            if index == 5:
+                watchdog_module.write_atomically = full
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("index_of_hang", "expected"), [(100, [0, 0]), (7, [HUNG, HUNG])])
+def test_full_disk_does_not_silence_a_rank(index_of_hang, expected, tmp_path):
+    """For longer than `silent` and `stuck` its heartbeats are seen by the other rank, and so is that they stop."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=on_a_full_disk, args=(n, tmp_path, index_of_hang)) for n in range(2)]
+    for process in processes:
+        process.start()
+    assert codes(processes) == expected
 
 
 def test_a_heartbeat_has_the_status_of_the_gpu(tmp_path, monkeypatch):

@@ -128,6 +128,22 @@ def test_a_rollout_of_two_samples_counts_once(aggregation, of_samples, of_rollou
     assert batches[1].select([2, 0]).rollouts.tolist() == [9, 7]
 
 
+@pytest.mark.parametrize(
+    ("rejected", "weights", "counts"),
+    [(0, [0, 0, 0, 1 / 2, 1 / 2, 1], [0, 0, 0, 1, 0, 1]), (1, [1 / 2, 1 / 2, 0, 0, 0, 1], [1, 0, 0, 0, 0, 1])],
+)
+def test_a_rollout_of_which_a_sample_is_excluded_still_counts_once(rejected, weights, counts):
+    """What is left of it is a mean over the samples that are left, whichever they are."""
+    settings = {"aggregation": "seq-mean-token-mean", "off_policy": {"geometric_mask": [0.5, 2.0]}}
+    config = parse_config({"algorithm": settings})
+    old = np.repeat(np.where(np.arange(3) == rejected, 1.0, 0.0), [2, 3, 1]).astype(np.float32)
+    batch, loss = two_rollouts(rollouts=np.array([7, 7, 9]), old_logprobs=old), PolicyLoss(config.algorithm)
+    inputs = LossInputs(batch, config, "old", loss)
+    tokens = inputs.everything()
+    assert tokens.weights.tolist() == weights and tokens.counts.tolist() == counts
+    assert inputs.denominator == loss(Scores(tokens.old_logprobs), tokens).denominator == 2
+
+
 def test_micro_batches_add_their_sums_and_compare_their_maxima():
     reducer = MetricReducer.__new__(MetricReducer)
     reducer.sums, reducer.maxima = ["a"], ["b_max"]

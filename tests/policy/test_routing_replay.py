@@ -61,8 +61,9 @@ def recorded(rendezvous, config, folder, other):
     policy = make(rendezvous, config, folder)
     batch = awkward_batch(SHAPE, 0)
     policy.old_log_probs(batch, MINI_BATCHES)
+    collected = policy.collect_experts(batch, MINI_BATCHES[1:])
     policy.load_hf(other)
-    found = []
+    found = [collected]
     for mini in MINI_BATCHES:
         metrics = policy.gradients(batch.select(mini))
         found.append((metrics, gather_full(policy, policy.runtime, gradient=True)))
@@ -140,12 +141,22 @@ def test_without_replay_the_gradients_are_others(ours, expected):
 @pytest.mark.parametrize("layout", RECORDED)
 def test_updates_replay_the_experts_of_the_old_log_probs(layout, ours, models):
     batch, chosen = awkward_batch(SHAPE, 0), own_choices(models[0][0])
-    for mini, (metrics, gradients) in zip(MINI_BATCHES, ours["recorded"][layout].results()[0], strict=True):
+    for mini, (metrics, gradients) in zip(MINI_BATCHES, ours["recorded"][layout].results()[0][1:], strict=True):
         _, right = written_out(hf_model(SHAPE, 1), batch.select(mini), [chosen[i] for i in mini])
         worst = _largest(gradients, right)
         assert worst[0] <= TOLERANCE, worst
         assert metrics["routing_replayed"] == 1
         assert 0.05 < metrics["routing_changed"] < 1
+
+
+@pytest.mark.parametrize("layout", RECORDED)
+def test_rank_0_collects_the_experts_that_other_ranks_have_recorded(layout, ours, models):
+    """For a checkpoint between two updates: those of the updates that are left, in all layers."""
+    chosen = own_choices(models[0][0])
+    collected = ours["recorded"][layout].results()[0][0]
+    assert sorted(collected) == MINI_BATCHES[1]
+    for sample, experts in collected.items():
+        assert np.array_equal(experts, chosen[sample].reshape(len(chosen[sample]), -1))
 
 
 def own_choices(model):

@@ -48,22 +48,28 @@ def shared(rendezvous, config):
 
 
 MASKS = {"off_policy": {"geometric_mask": [0.5, 2]}}
+BALANCE = {"policy": {"moe_aux_loss_coefficient": 0.1}}
+FUNCTION = {"rollout": {"generate": "python:module.function"}}
 
 
 @pytest.mark.parametrize(
-    "algorithm, balance, everywhere",
+    "algorithm, more, everywhere",
     [
-        (MASKS, 0.0, False),
-        ({}, 0.1, False),
-        (MASKS, 0.1, True),
-        (MASKS | {"positive_coefficient": 0.1}, 0.0, True),
-        ({"off_policy": {"importance_weight": "token", "normalize_weights": True}}, 0.0, True),
+        (MASKS, {}, False),
+        (MASKS | {"aggregation": "seq-mean-token-mean"}, {}, False),
+        (MASKS | {"aggregation": "seq-mean-token-mean"}, FUNCTION, True),
+        (MASKS, FUNCTION, False),
+        ({"aggregation": "seq-mean-token-mean"}, FUNCTION, False),
+        ({}, BALANCE, False),
+        (MASKS, BALANCE, True),
+        (MASKS | {"positive_coefficient": 0.1}, {}, True),
+        ({"off_policy": {"importance_weight": "token", "normalize_weights": True}}, {}, True),
     ],
 )
-def test_every_rank_has_all_log_probs_where_a_count_depends_on_them(algorithm, balance, everywhere):
+def test_every_rank_has_all_log_probs_where_a_count_depends_on_them(algorithm, more, everywhere):
     """The load-balancing loss and the positive term need the denominator of the whole mini-batch, without the sequences
-    that masks exclude."""
-    config = TWO_PROMPTS | {"algorithm": algorithm, "policy": {"moe_aux_loss_coefficient": balance}}
+    that masks exclude; a mean over rollouts needs to know which of their samples are excluded."""
+    config = TWO_PROMPTS | {"algorithm": algorithm, "policy": {"moe_aux_loss_coefficient": 0.0}} | more
     (all_logprobs, mine, tokens, rollouts, mask), found = run_ranks(2, shared, config)
     assert np.array_equal(found[1], mine)
     assert np.array_equal(found[0], all_logprobs) == everywhere
@@ -121,16 +127,22 @@ def test_a_resumed_step_has_its_log_probs_and_its_place(monkeypatch):
     def share(source, config, collectives, policy):
         return TrainStep(SimpleNamespace(old_logprobs=None, ref_logprobs=None, values=None), [[0], [1]], source=source)
 
+    def collect_experts(batch, mini_batches):
+        assert batch is step.batch and mini_batches == [[1]]  # the updates that are left
+        return {1: np.array([[3]], np.uint8)}
+
     monkeypatch.setattr(train_step.TrainStep, "share", share)
     step = share(StepBatch(3, groups_of_turns()), None, None, None)
     step.batch.old_logprobs, step.batch.ref_logprobs = np.array([1.0]), np.array([2.0])
     step.updates_done, step.rollout_metrics = 1, {"reward/mean": 0.5}
     step.update_metrics.add({"loss": 3.0})
-    again = TrainStep.restore(step.to_state(), CONFIG, None, None)
+    state = step.to_state(SimpleNamespace(collect_experts=collect_experts))
+    again = TrainStep.restore(state, CONFIG, None, None)
     assert (again.batch.old_logprobs, again.batch.ref_logprobs) == (1.0, 2.0)
     assert again.updates_done == 1 and not again.complete
     assert again.rollout_metrics == {"reward/mean": 0.5} and again.update_metrics.result() == {"loss": 3.0}
     assert [s.length for s in again.source.samples] == [6, 3, 2, 1, 8, 4]
+    assert [s.routed_experts for s in again.source.samples] == [None, 3, None, None, None, None]
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -152,8 +164,9 @@ def test_updates_are_first_until_one_has_changed_the_weights(nothing_changed, re
     found, step = [], share(StepBatch(3, groups_of_turns()), None, None, None)
     config = parse_config({"trainer": {"old_logprobs": "engine", "run_dir": str(tmp_path)}})
     policy = SimpleNamespace(update=update, runtime=FakePolicy.runtime, needs=SimpleNamespace(reference=False))
+    policy.collect_experts = lambda batch, mini_batches: {}
     for _ in range(4):
-        step = TrainStep.restore(step.to_state(), CONFIG, None, policy) if resumed else step
+        step = TrainStep.restore(step.to_state(policy), CONFIG, None, policy) if resumed else step
         Updates(config, policy, FakeCollectives()).make_one(step, 3)
     assert found == [(True, True)] * 3 + [(False, False)]
 

@@ -268,10 +268,12 @@ def _joined(optimizer: Any, parameter: Tensor, pieces: Pieces, writer: int, to_h
     if me not in pieces:
         return {}
     state = optimizer._get_main_param_and_optimizer_states(parameter)
-    device = parameter.device  # state that is kept in host memory has to pass through the device's process group
-    mine = {key: state[key].detach().to(device, torch.float32).view(-1) for key in KEYS}
-    if len(pieces) == 1:
-        return mine
+    mine = {key: state[key].detach().view(-1) for key in KEYS}
+    if len(pieces) == 1:  # stays where it is; of a precision-aware optimizer these are copies, on the device
+        aware = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        return {key: to_host(piece.float()) if aware else piece for key, piece in mine.items()}
+    # State that is kept in host memory has to pass through the device's process group.
+    mine = {key: piece.to(parameter.device, torch.float32) for key, piece in mine.items()}
     if me != writer:
         peer = dist.get_global_rank(group, writer)
         _wait([dist.P2POp(dist.isend, piece.contiguous(), peer, group) for piece in mine.values()])
