@@ -139,9 +139,10 @@ class MetricReducer:
     ) -> None:  # fmt: skip
         one = torch.zeros(1)
         batch = TokenBatch(
-            one, one, one.bool(), one, one.long(), one.long(), 1, ref_logprobs=one if reference else None,
-            engine_logprobs=one if engine else None, old_values=one, returns=one,
-            positive=one if loss.needs.right else None, proximal=proximal,
+            old_logprobs=one, advantages=one, mask=one.bool(), weights=one, counts=one.long(),
+            sequence_ids=one.long(), sequences=1, old_values=one, returns=one, proximal=proximal,
+            ref_logprobs=one if reference else None, engine_logprobs=one if engine else None,
+            positive=one if loss.needs.right else None,
         )  # fmt: skip
         result = loss(read_output(torch.zeros(2, 1)), batch)
         self.sums = ["loss_sum", "denominator", *result.sums]
