@@ -63,7 +63,8 @@ MIGRATION = """\
 megatron-dapo import run_qwen3_8b.sh --output run.yaml
 ```
 
-`import` reads a launch script (shell, without executing it), a YAML file or a Python file and writes a configuration.
+`import` reads a launch script (shell, without executing it), a YAML file or a Python file of verl, slime, AReaL, TRL,
+ms-swift or NeMo-RL and writes a configuration.
 
 - Units are converted: slime's `--global-batch-size` counts samples, our `trainer.mini_batch_prompts` counts prompts.
 - Where a tool's default differs from ours, the tool's default is written.

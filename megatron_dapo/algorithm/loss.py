@@ -129,7 +129,8 @@ class PolicyLoss:
         """bool [tokens], of a whole mini-batch: the active tokens whose sequence no correction excludes. What the model
         computes has no influence."""
         batch = batch.blanked()
-        excluded = self._sequence_terms(Scores(batch.old_logprobs), batch, identity).corrections.excluded
+        scores = Scores(batch.old_logprobs, torch.zeros_like(batch.old_logprobs))  # an objective may read the entropy
+        excluded = self._sequence_terms(scores, batch, identity).corrections.excluded
         return batch.mask if excluded is None else batch.mask & ~excluded
 
     def _evaluate(

@@ -173,8 +173,8 @@ class WeightTransportConfig(Section):
 
     transport: Literal["disk", "tensor", "distributed", "adapter"] = "disk"
     """disk: files that both sides can read. tensor: memory on the same host (CUDA IPC); with share_gpus also on several
-    nodes. distributed: NCCL or gloo, to GPUs that the trainer does not use. adapter: only LoRA's adapter, to servers on
-    the same host, which go on generating (docs/lora.md)."""
+    nodes. distributed: NCCL or gloo, to GPUs that the trainer does not use. adapter: only LoRA's adapter, to servers
+    that go on generating (docs/lora.md)."""
     directory: PathText = "/dev/shm"
     """Where disk updates (and snapshots) are written."""
     keep_snapshot: bool = True

@@ -209,6 +209,20 @@ def test_sums_over_sequences_are_the_objectives_own(own):
     assert outputs.loss_sum.item() == pytest.approx((logprobs[:2].sum() + logprobs[2:5].sum()).item())
 
 
+class SequenceEntropy(SequenceMean):
+    needs = Needs(whole_sequences=True, entropy=True)
+
+    def sequence_values(self, scores, batch):
+        return {"total": scores.entropy}
+
+
+def test_what_is_included_is_known_without_a_model(own):
+    """Counts over a whole mini-batch are made before there are entropies."""
+    config = own(SequenceEntropy, off_policy={"geometric_mask": [0.5, 2.0]})
+    batch = pack([Sequence([1.0, 1.0], 1.0, engine_ratios=[5.0, 5.0]), *CASE[1:]], config).batch
+    assert torch.equal(PolicyLoss(config).included(batch), batch.mask & (batch.sequence_ids != 0))
+
+
 # ---- what an objective returns is checked ----
 
 

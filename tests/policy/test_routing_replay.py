@@ -76,7 +76,7 @@ LAYOUTS = {
     "pp2vpp2": {"recompute": "full"}, "ep2pp2": {"recompute": "selective", "recompute_modules": ["moe"]},
 }  # fmt: skip
 LAYOUTS = some(LAYOUTS, "single", "tp2cp2sp", "ep2", "pp2vpp2")
-RECORDED = some(("single", "tp2sp", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp"), "tp2sp", "pp2vpp2")
+RECORDED = some(("single", "tp2sp", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp"), "tp2sp", "pp2vpp2", "dp2")
 jobs = RankJobs()
 
 

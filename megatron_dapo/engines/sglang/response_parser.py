@@ -177,7 +177,8 @@ def _columns(entries: list[list[Any]], ids: list[int], where: str) -> tuple[Toke
 
 
 def _array(kind: str, values: list[Any]) -> Any:
-    """[values], int32 (i) or float32 (f). Half the time of np.array; raises for what is no number of this type."""
+    """[values], int32 (i) or float32 (f). Half the time of np.array. Raises for what is no number of this kind; a
+    float beyond float32 becomes infinite, which `Completion.problem` rejects."""
     return np.frombuffer(bytearray(struct.pack(f"{len(values)}{kind}", *values)), kind)
 
 

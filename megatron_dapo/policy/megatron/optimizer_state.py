@@ -269,9 +269,11 @@ def _joined(optimizer: Any, parameter: Tensor, pieces: Pieces, writer: int, to_h
         return {}
     state = optimizer._get_main_param_and_optimizer_states(parameter)
     mine = {key: state[key].detach().view(-1) for key in KEYS}
-    if len(pieces) == 1:  # stays where it is; of a precision-aware optimizer these are copies, on the device
-        aware = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        return {key: to_host(piece.float()) if aware else piece for key, piece in mine.items()}
+    if len(pieces) == 1:  # stays where it is, but for fp32 copies of narrower state, which leave the device at once
+        config = optimizer.config
+        types = (config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype)  # in the order of KEYS
+        narrow = {key for key, dtype in zip(KEYS, types, strict=True) if dtype != torch.float32}
+        return {key: to_host(piece.float()) if key in narrow else piece for key, piece in mine.items()}
     # State that is kept in host memory has to pass through the device's process group.
     mine = {key: piece.to(parameter.device, torch.float32) for key, piece in mine.items()}
     if me != writer:
