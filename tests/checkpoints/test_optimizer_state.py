@@ -325,9 +325,7 @@ def test_whole_state_stays_where_it_is_but_for_copies(moments):
     state = {"param": torch.arange(4.0), "exp_avg": torch.arange(4.0).to(moments), "exp_avg_sq": torch.ones(4)}
     optimizer = SimpleNamespace(
         data_parallel_group=SimpleNamespace(rank=lambda: 0),
-        config=SimpleNamespace(
-            main_params_dtype=torch.float32, exp_avg_dtype=moments, exp_avg_sq_dtype=torch.float32
-        ),
+        config=SimpleNamespace(main_params_dtype=torch.float32, exp_avg_dtype=moments, exp_avg_sq_dtype=torch.float32),
         _get_main_param_and_optimizer_states=lambda parameter: state,
     )
     copied = []
