@@ -28,7 +28,7 @@ Section.model_config["use_attribute_docstrings"] = True  # before there are sect
 
 from megatron_dapo.config import Config, load_config  # noqa: E402
 from megatron_dapo.config.explain import default_text, limits_text, type_text  # noqa: E402
-from megatron_dapo.config.other_names import Tool, shown, tools  # noqa: E402
+from megatron_dapo.config.other_names import Row, Tool, shown, tools  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "examples" / "qwen2.5_32b_dapo" / "dapo.yaml"
@@ -82,7 +82,7 @@ def migration() -> str:
     parts = [MIGRATION]
     for tool in tools().values():
         found = [(f"`{shown(tool, row)}`", row) for row in tool.rows.values()]
-        rows = _grouped((f"`{row.to}` | {row.note}", name) for name, row in found if row.to)
+        rows = _grouped((f"`{row.to}` | {_note(row)}", name) for name, row in found if row.to)
         lost = _grouped((row.none, name) for name, row in found if not row.to and row.none and row.same is None)
         parts.append(f"## {tool.title}\n\n" + (f"{tool.intro}\n\n" if tool.intro else "")
                      + f"| {tool.title} | here | note |\n|---|---|---|\n{rows}"
@@ -92,6 +92,10 @@ def migration() -> str:
         if same := _grouped(_same(tool)):
             parts.append(f"| {tool.title} | here |\n|---|---|\n{same}")
     return "\n".join(parts)
+
+
+def _note(row: Row) -> str:
+    return "; ".join(filter(None, [row.note, row.condition and f"only with `{row.condition}`"]))
 
 
 def _same(tool: Tool) -> Iterator[tuple[str, str]]:

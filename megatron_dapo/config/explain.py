@@ -64,7 +64,8 @@ def description(key: str) -> str:
     *sections, name = key.split(".")
     node = schema
     for section in sections:
-        node = schema["$defs"][node["properties"][section]["$ref"].rpartition("/")[2]]
+        inner = node["properties"][section]
+        node = schema["$defs"][inner.get("items", inner)["$ref"].rpartition("/")[2]]
     return str(node["properties"][name]["description"])
 
 

@@ -100,6 +100,8 @@ def convert(script: Script, tool: Tool, gpus: int | None = None) -> Imported:
         row = tool.row(key)
         if row is None:
             found.unknown.append(key)
+        elif unread := _unread(found, row):
+            found.same.append((key, value, unread))
         elif row.same == "any" or (row.same is not None and any(value == one for one in row.same)):
             found.same.append((key, value, plain(row.note) or "as it is here"))
         elif row.to and value is None and not (None in row.values or _admits(row.to, type(None))):
@@ -113,7 +115,7 @@ def convert(script: Script, tool: Tool, gpus: int | None = None) -> Imported:
     targets = {row.to for row in rows.values()}
     steps = [(row, key, script.settings[key], True) for key, row in rows.items()]
     steps += [(tool.rows[name], f"{tool.title}'s default", value, False) for name, value in tool.defaults.items()
-              if tool.rows[name].to not in targets]  # fmt: skip
+              if tool.rows[name].to not in targets and not _unread(found, tool.rows[name])]  # fmt: skip
     order = list(tool.rows)
     # Units need the plain numbers, also those that the tool has by default.
     for row, key, value, counted in sorted(steps, key=lambda step: (bool(step[0].unit), order.index(step[0].name))):
@@ -124,6 +126,15 @@ def convert(script: Script, tool: Tool, gpus: int | None = None) -> Imported:
             found.settings[ours], found.sources[ours] = value, f"as in {tool.title}"
     _enough_tokens(found)
     return found
+
+
+def _unread(found: Imported, row: Row) -> str:
+    """Why nothing reads the setting in this file; empty: something does, or may (a variable)."""
+    for name, values in row.when.items():
+        value = found.theirs(name)
+        if value not in values and "$" not in str(value):
+            return f"read only with {row.condition}"
+    return ""
 
 
 def _set_by_objective(found: Imported, ours: str) -> bool:
@@ -302,21 +313,8 @@ def both_clips(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any
 
 
 @unit
-def kl_in_use(value: Any, found: Imported, row: Row, key: str) -> Any:
-    return value if found.theirs(row.name.replace("kl_loss_coef", "use_kl_loss"), False) else 0.0
-
-
-@unit
-def with_critic(value: Any, found: Imported, row: Row, key: str) -> Any:
-    """Nothing where verl reads none of it. Its `lam` is that of both estimates."""
-    estimator = found.theirs("algorithm.adv_estimator")
-    if estimator != "gae" and (estimator, row.to) != ("reinforce_plus_plus", "algorithm.gae.gamma"):
-        return {}
-    if row.to == "algorithm.gae.lambda_policy":
-        return {row.to: value, "algorithm.gae.lambda_critic": value}
-    if row.to == "critic.pretraining.steps":  # there the first step that trains the policy
-        return max(0, value - 1)
-    return max(0, value) if row.to == "critic.optimizer.warmup_steps" else value
+def both_lambdas(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
+    return {row.to: value, "algorithm.gae.lambda_critic": value}
 
 
 @unit
@@ -410,10 +408,11 @@ UNITS |= {
     "one_item": lambda value, *_: [value],
     "plus_one": lambda value, *_: value + 1,
     "megabytes": lambda value, *_: int(value) << 20,
+    "minus_one": lambda value, *_: max(0, value - 1),
     "no_negative": lambda value, *_: max(0, int(value)),
     "switch_to_share": lambda value, *_: float(value),
     "mask_to": lambda value, *_: [0.0, float(value)],
-    "betas": lambda value, *_: {"policy.optimizer.beta1": value[0], "policy.optimizer.beta2": value[1]},
+    "betas": lambda value, _, row, key: {row.to: value[0], row.to.replace("beta1", "beta2"): value[1]},
     "split": lambda value, *_: re.sub(r"\[.*", "", str(value[0] if isinstance(value, list) else value)),
     "profile_steps": lambda value, *_: [min(value), max(value)] if value else {},
     "server_switch_off": lambda value, *rest: server_switch(not value, *rest),

@@ -25,6 +25,7 @@ class Row:
     unit: str = ""
     note: str = ""
     same: Any = None
+    when: dict[str, list[Any]] = field(default_factory=dict)
     none: str = ""
     option: str = ""
     kind: str = ""
@@ -32,6 +33,10 @@ class Row:
     @property
     def leaf(self) -> str:
         return self.name.rpartition(".")[2]
+
+    @property
+    def condition(self) -> str:
+        return ", ".join(f"{name}={' or '.join(str(x).lower() for x in values)}" for name, values in self.when.items())
 
     @property
     def answer(self) -> str:
@@ -88,6 +93,7 @@ def find_row(path: str) -> Row | None:
         return Row(path, to=spellings()[leaf])
     # A single word, or the last part of the key of ours that is meant, says too little.
     rows = [row for tool in tools().values() for row in tool.rows.values() if row.leaf == leaf and "_" in leaf]
+    rows = [row for row in rows if "critic" in path or not row.to.startswith("critic.")]
     ours, count = Counter(row.to for row in rows).most_common(1)[0] if rows else ("", 0)
     if not rows or 2 * count <= len(rows) or ours.endswith(f".{leaf}"):
         return None

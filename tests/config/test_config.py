@@ -16,7 +16,7 @@ from megatron_dapo.config import (
     load_config,
     parse_config,
 )  # fmt: skip
-from megatron_dapo.config.explain import description
+from megatron_dapo.config.explain import description, explain
 from megatron_dapo.config.load import known_keys
 from megatron_dapo.config.other_names import spellings
 from megatron_dapo.config.schema import check_model, check_world
@@ -257,6 +257,13 @@ def fields(section=Config, path=""):
             yield from fields(inner, f"{path}{name}.")
         else:
             yield f"{path}{name}", description(f"{path}{name}")
+
+
+def test_every_key_is_explained():
+    """Also those of sections in a list, as `data.sources.weight`."""
+    assert "data.sources.weight" in known_keys()
+    for key in known_keys():
+        assert explain(key).startswith(f"{key}: ")
 
 
 def test_every_key_is_described():

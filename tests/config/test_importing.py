@@ -113,11 +113,9 @@ def test_units_of_published_scripts(imported, script, expected):
     [
         ("verl", {"data.gen_batch_size": 1536, "data.train_batch_size": 512}, {"rollout.sampler.oversampling": 3.0}),
         ("verl", {"actor_rollout_ref.actor.clip_ratio": 0.3}, {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3}),
-        (
-            "verl",
-            {"actor_rollout_ref.actor.kl_loss_coef": 0.1},
-            {"algorithm.kl.coefficient": 0.0},
-        ),  # use_kl_loss is off
+        ("verl", {"actor_rollout_ref.actor.kl_loss_coef": 0.1}, {"algorithm.kl.coefficient": None}),  # off by default
+        ("verl", {"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.advantage": "gae"}),  # its default
+        ("verl", {"algorithm.adv_estimator": "grpo"}, {"rollout.samples_per_prompt": 1}),  # its default
         ("slime", {"over_sampling_batch_size": 64, "rollout_batch_size": 32}, {"rollout.sampler.oversampling": 2.0}),
         (
             "slime",
@@ -314,8 +312,23 @@ def test_ppo_of_verl_keeps_its_critic():
         "critic.optimizer.lr": 9e-6, "critic.optimizer.weight_decay": 0.01, "critic.optimizer.warmup_steps": 0,
         "critic.model": "value-model", "critic.clip": 0.2, "critic.epochs": 2, "critic.pretraining.steps": 9,
     }  # fmt: skip
-    assert settings_of_verl("grpo", **CRITIC) == {}
     assert settings_of_verl("reinforce_plus_plus", **CRITIC) == {"algorithm.gae.gamma": 0.99}
+
+
+def test_without_a_critic_its_settings_are_named_as_unread():
+    found = convert(Script({"algorithm.adv_estimator": "grpo", **CRITIC, "critic.optim.lr": "$LR"}), tools()["verl"])
+    reasons = {key: why for key, _, why in found.same}
+    assert set(CRITIC) <= set(reasons) and found.converted == ["algorithm.adv_estimator"]
+    assert reasons["critic.optim.lr"] == "read only with algorithm.adv_estimator=gae"
+    assert not any(key.startswith(("critic.", "algorithm.gae.")) for key in found.settings)
+
+
+def test_the_estimator_of_verl_is_gae_unless_it_is_set():
+    settings = {"critic.model.path": "$HOME/model", "critic.optim.lr_warmup_steps_ratio": 0.05}
+    found = convert(Script({**settings, "trainer.total_training_steps": 100}), tools()["verl"])
+    assert found.settings["algorithm.advantage"] == "gae" and found.sources["algorithm.advantage"] == "verl's default"
+    assert found.settings["critic.model"] == "$HOME/model" and found.settings["critic.optimizer.warmup_steps"] == 5
+    assert found.settings["algorithm.gae.lambda_policy"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -327,6 +340,8 @@ def test_ppo_of_verl_keeps_its_critic():
         ("algorithm.adv_estimator", ["'algorithm.advantage'", "rloo and gae have the same names"]),
         ("policy.fp8", ["keys: recipe, format"]),
         ("push_to_hub", ["no equivalent"]),
+        ("ppo_epochs", ["every sample is used once"]),  # the policy's, not the critic's
+        ("critic.ppo_epochs", ["'critic.epochs'"]),
     ],
 )
 def test_explain(capsys, key, said):
