@@ -95,7 +95,7 @@ def migration() -> str:
 
 
 def _note(row: Row) -> str:
-    return "; ".join(filter(None, [row.note, row.condition and f"only with `{row.condition}`"]))
+    return "; ".join(filter(None, [row.note, row.condition and f"only with {row.condition}"]))
 
 
 def _same(tool: Tool) -> Iterator[tuple[str, str]]:

@@ -184,12 +184,8 @@ def _admits(key: str, kind: type) -> bool:
 
 def _enough_tokens(found: Imported) -> None:
     """A micro-batch holds the longest sequence, in multiples of what the layout splits it into."""
-    names = (
-        "rollout.max_prompt_tokens",
-        "rollout.max_response_tokens",
-        "policy.context_parallel",
-        "policy.tensor_parallel",
-    )
+    names = ("rollout.max_prompt_tokens", "rollout.max_response_tokens", "policy.context_parallel",
+             "policy.tensor_parallel")  # fmt: skip
     before, *numbers = (found.ours(name) for name in ("policy.micro_batch_tokens", *names))
     if not all(isinstance(number, int) and number > 0 for number in (before, *numbers)):
         return  # the configuration is refused for another reason
@@ -313,11 +309,6 @@ def both_clips(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any
 
 
 @unit
-def both_lambdas(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
-    return {row.to: value, "algorithm.gae.lambda_critic": value}
-
-
-@unit
 def loggers(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     names = value if isinstance(value, list) else [value]
     other = [name for name in names if name not in ("console", "wandb", "tensorboard", "none", "all")]
@@ -408,6 +399,7 @@ UNITS |= {
     "one_item": lambda value, *_: [value],
     "plus_one": lambda value, *_: value + 1,
     "megabytes": lambda value, *_: int(value) << 20,
+    "both_lambdas": lambda value, _, row, key: {row.to: value, "algorithm.gae.lambda_critic": value},
     "minus_one": lambda value, *_: max(0, value - 1),
     "no_negative": lambda value, *_: max(0, int(value)),
     "switch_to_share": lambda value, *_: float(value),
@@ -447,11 +439,8 @@ def render(found: Imported, source: str) -> str:
         if entries:
             lines += ["", f"# {title}:", *(f"#   {key}={_short(value)}: {why}" for key, value, why in entries)]
     if found.unknown:
-        lines += [
-            "",
-            "# Not known to this command:",
-            *(f"#   {key}={_short(found.given[key])}" for key in found.unknown),
-        ]
+        lines += ["", "# Not known to this command:"]
+        lines += [f"#   {key}={_short(found.given[key])}" for key in found.unknown]
     if found.notes:
         lines += ["", "# Check:", *(f"#   {' '.join(note.split())}" for note in found.notes)]
     return "\n".join(lines) + "\n"
