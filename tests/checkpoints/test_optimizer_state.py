@@ -11,12 +11,19 @@ from long_lists import some
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from save_policy import save_policy
 
 from megatron_dapo.checkpoints import policy_state
 from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy
 from megatron_dapo.config import parse_config
-from megatron_dapo.policy.megatron.optimizer_state import KEYS, _joined, inner_optimizers, saved_step
+from megatron_dapo.policy.megatron.optimizer_state import (
+    _joined,
+    initialize_state,
+    inner_optimizers,
+    saved_step,
+    set_state,
+)
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.model import gpt
 from megatron_dapo.policy.policy import Policy
@@ -318,19 +325,64 @@ def test_an_offloaded_optimizer_continues_bit_for_bit(layout, fraction, updates,
     assert_same(run(load_and_update, layout, fraction, folder, updates), expected)
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_whole_state_stays_where_it_is_but_for_copies(moments):
+# ---- state in narrow types ----
+
+
+class NarrowAdam(torch.optim.Optimizer):
+    """Transformer Engine's Adam with a mean in fp16: a value is its number times a scale."""
+
+    scale = 4.0
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        others = dict.fromkeys(("exp_avg_sq", "master_param"), torch.float32)
+        self.name_to_dtype_map = {"exp_avg": torch.float16, **others}
+
+    def initialize_state(self, parameter, store_param_remainders):
+        assert not store_param_remainders
+        self.state[parameter] = {
+            key: torch.zeros_like(parameter, dtype=dtype)
+            for key, dtype in self.name_to_dtype_map.items() if key != "master_param"
+        }  # fmt: skip
+
+    def get_unscaled_state(self, parameter, key):
+        return self.state[parameter][key].float() * self.scale
+
+    def set_scaled_state(self, parameter, key, value):
+        self.state[parameter][key].copy_(value / self.scale)
+
+
+class WithoutScales(SimpleNamespace):
+    """Megatron's optimizer around it, with an fp8 recipe for which it keeps the main weights."""
+
+    config = SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False)
+    data_parallel_group = SimpleNamespace(rank=lambda: 0)
+    _get_main_param_and_optimizer_states = DistributedOptimizer._get_main_param_and_optimizer_states
+
+
+def narrow_optimizer():
+    main, parameter = torch.arange(4.0), torch.empty(4, device="meta")  # stands for one on a GPU
+    made = WithoutScales(optimizer=NarrowAdam([main]), model_param_group_index_map={parameter: (0, 0)})
+    initialize_state(made)
+    return made, parameter, main
+
+
+def test_scaled_state_is_saved_and_loaded_as_numbers():
+    made, parameter, main = narrow_optimizer()
+    numbers = {"param": torch.arange(4.0, 8.0), "exp_avg": torch.tensor([1.0, 2, 4, 8]), "exp_avg_sq": torch.ones(4)}
+    set_state(made, parameter, dict(numbers))
+    state = made.optimizer.state[main]
+    assert state["exp_avg"].dtype == torch.float16 and state["exp_avg"].tolist() == [0.25, 0.5, 1, 2]
+    assert torch.equal(main, numbers["param"]) and torch.equal(state["exp_avg_sq"], numbers["exp_avg_sq"])
+    found = _joined(made, parameter, {0: slice(0, 4)}, 0, torch.clone)
+    assert found.keys() == numbers.keys()
+    assert all(found[key].dtype == torch.float32 and torch.equal(found[key], numbers[key]) for key in numbers)
+
+
+def test_whole_state_stays_where_it_is_but_for_copies():
     """Offloaded state has no room on the device, and host memory may have none for that of the device. Only copies that
-    reading narrower state makes leave the device at once."""
-    state = {"param": torch.arange(4.0), "exp_avg": torch.arange(4.0).to(moments), "exp_avg_sq": torch.ones(4)}
-    optimizer = SimpleNamespace(
-        data_parallel_group=SimpleNamespace(rank=lambda: 0),
-        config=SimpleNamespace(main_params_dtype=torch.float32, exp_avg_dtype=moments, exp_avg_sq_dtype=torch.float32),
-        _get_main_param_and_optimizer_states=lambda parameter: state,
-    )
+    reading narrow state makes leave the device at once."""
+    made, parameter, _ = narrow_optimizer()
     copied = []
-    parameter = torch.empty(4, device="meta")  # stands for one on a GPU
-    found = _joined(optimizer, parameter, {0: slice(0, 4)}, 0, lambda tensor: copied.append(tensor) or tensor)
-    for key in KEYS:
-        assert found[key].dtype == torch.float32 and torch.equal(found[key], state[key].float())
-    assert len(copied) == (0 if moments == torch.float32 else 1)
+    _joined(made, parameter, {0: slice(0, 4)}, 0, lambda tensor: copied.append(tensor) or tensor)
+    assert len(copied) == 1

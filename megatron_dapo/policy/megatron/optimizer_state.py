@@ -50,8 +50,11 @@ def set_state(self: Any, parameter: Tensor, tensors: dict[str, Any]) -> None:
         own(self, parameter, {key: state.to(device) for key, state in tensors.items()})
         return
     group, order = self.model_param_group_index_map[parameter]
-    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-    own(self, parameter, {**state, **tensors})
+    main, scaled = self.optimizer.param_groups[group]["params"][order], _narrow(self.optimizer) & tensors.keys()
+    for key in scaled:
+        self.optimizer.set_scaled_state(main, key, tensors[key])
+    plain = {key: state for key, state in tensors.items() if key not in scaled}
+    own(self, parameter, {**self.optimizer.state[main], **plain})
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -63,6 +66,13 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def _parts(adam: Any) -> list[torch.optim.Optimizer]:
     """The optimizers of host and device inside Megatron's optimizer with CPU offload; none in any other."""
     return list(getattr(adam, "sub_optimizers", []))
+
+
+def _narrow(adam: Any) -> set[str]:
+    """What Transformer Engine's Adam keeps in narrow types, scaled. Megatron reads and writes it without the scale with
+    the fp8 recipes for which it keeps the main weights itself."""
+    types: dict[str, torch.dtype] = getattr(adam, "name_to_dtype_map", {})
+    return {"param" if key == "master_param" else key for key, dtype in types.items() if dtype != torch.float32}
 
 
 def _groups(optimizer: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -78,7 +88,7 @@ def initialize_state(optimizer: Any) -> None:
         for parameter in group["params"]:
             if adam.state[parameter]:
                 continue
-            if getattr(adam, "use_decoupled_grad", False):  # precision-aware: state in types of its own
+            if getattr(adam, "use_decoupled_grad", False) or _narrow(adam):  # precision-aware
                 adam.initialize_state(parameter, False)
                 continue
             state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -267,13 +277,12 @@ def _joined(optimizer: Any, parameter: Tensor, pieces: Pieces, writer: int, to_h
     me = group.rank()
     if me not in pieces:
         return {}
-    state = optimizer._get_main_param_and_optimizer_states(parameter)
+    state, narrow = optimizer._get_main_param_and_optimizer_states(parameter), _narrow(optimizer.optimizer)
+    if not optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        state |= {key: optimizer.optimizer.get_unscaled_state(state["param"], key) for key in narrow}
     mine = {key: state[key].detach().view(-1) for key in KEYS}
     if len(pieces) == 1:  # stays where it is, but for fp32 copies of narrower state, which leave the device at once
-        config = optimizer.config
-        types = (config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype)  # in the order of KEYS
-        narrow = {key for key, dtype in zip(KEYS, types, strict=True) if dtype != torch.float32}
-        return {key: to_host(piece.float()) if key in narrow else piece for key, piece in mine.items()}
+        return {key: to_host(piece) if key in narrow else piece for key, piece in mine.items()}
     # State that is kept in host memory has to pass through the device's process group.
     mine = {key: piece.to(parameter.device, torch.float32) for key, piece in mine.items()}
     if me != writer:
