@@ -22,6 +22,7 @@ from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.rollout_driver import RolloutDriver
+from megatron_dapo.trainer.signals import Stopped
 from megatron_dapo.weights.verify import verify
 
 
@@ -97,20 +98,28 @@ def fail_with(error: Exception) -> Callable[[], None]:
 
 
 def send_signal(number: int, hold: bool = False) -> Callable[[], None]:
-    """An action that signals this process. `hold`: the rollout thread, until the loop asks it to interrupt rollouts."""
+    """An action that signals this process. `hold`: the rollout thread, until the loop asks it to interrupt rollouts or
+    has cancelled an evaluation."""
 
     def action() -> None:
-        interrupting, submit = threading.Event(), RolloutDriver.submit
+        interrupting, submit, init = threading.Event(), RolloutDriver.submit, Stopped.__init__
 
-        def watched(self: RolloutDriver, work: Any, **options: Any) -> Any:
-            submitted = submit(self, work, **options)
+        def submitted(self: RolloutDriver, work: Any, **options: Any) -> Any:
+            future = submit(self, work, **options)
             if work.__qualname__ == RolloutDriver.stop.__qualname__:
                 interrupting.set()
-            return submitted
+            return future
 
-        RolloutDriver.submit = watched  # type: ignore[method-assign]
+        def stopped(self: Stopped, doing: str, *more: Any) -> None:
+            init(self, doing, *more)
+            if doing.startswith("evaluating"):
+                interrupting.set()
+
+        RolloutDriver.submit = submitted  # type: ignore[method-assign]
+        Stopped.__init__ = stopped  # type: ignore[method-assign]
         os.kill(os.getpid(), number)
-        assert not hold or interrupting.wait(120)
+        if hold and not interrupting.wait(120):
+            os._exit(1)  # nobody would see an error of this thread
 
     return action
 
