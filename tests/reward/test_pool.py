@@ -14,8 +14,8 @@ import pytest
 
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.processes.supervised import WorkerProcess
-from megatron_dapo.reward import GraderError, RewardPool
-from megatron_dapo.reward.pool import WorkerStartError
+from megatron_dapo.reward.grader import GraderError
+from megatron_dapo.reward.pool import RewardPool, WorkerStartError
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, as_logprobs, as_tokens
 
 HOSTILE = "python:hostile_graders."
