@@ -134,9 +134,7 @@ class StepCollector:
         self._runner = GroupRunner(
             sampler.engine, sampler.grade, config, sampler.reject_early, self._events, sampler.function
         )
-        self._running = RunningGroups(
-            step, sampler.engine, self._runner, self._options.stall_timeout, self._events.changed
-        )
+        self._running = RunningGroups(step, self._runner)
         self._clock = asyncio.get_running_loop().time
         self._began = self._clock()
 
