@@ -139,7 +139,8 @@ else:
     state = dist_checkpointing.load(state, sys.argv[4])
     shards, size = [{}], 0
     for m in stored_mappings(shape):
-        for name, tensor in hf_tensors(m, state[m.name]).items():
+        whole = {m.hf[0]: state[m.name]} if len(m.segments) == 1 else hf_tensors(m, [state[m.name]])
+        for name, tensor in whole.items():
             if size + tensor.nbytes > 5 * 10**9:
                 shards.append({})
                 size = 0

@@ -20,7 +20,7 @@ from fractions import Fraction
 import psutil
 
 from megatron_dapo.config.data import RewardConfig
-from megatron_dapo.reward import RewardPool
+from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, as_logprobs, as_tokens
 
 GOAL_PER_SECOND = 10_000

@@ -43,7 +43,7 @@ from transformers import AutoTokenizer
 
 from megatron_dapo.config import load_config
 from megatron_dapo.data import load_prompts, save_arithmetic_tokenizer, write_arithmetic
-from megatron_dapo.data.columns import to_messages
+from megatron_dapo.data.columns import Problem, messages_of, uses_chat
 from megatron_dapo.data.run_data import PromptCursor
 
 HERE = Path(__file__).resolve().parent
@@ -92,8 +92,8 @@ def write_prompts(work: Work, data: Path) -> None:
     lines, of_verl = [], []
     for prompt in prompts.take(work.steps * work.prompts_per_step):
         question, ids = prompt.meta["question"], prompt.tokens.tolist()
-        messages = to_messages(config.data.template, question)
-        if config.data.template.endswith("chat"):
+        messages = messages_of(Problem(question, prompt.answer), config.data)
+        if uses_chat(config.data.template):
             own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
             assert list(own["input_ids"]) == ids, f"verl would make other tokens of {question[:60]!r}"
         row = {"question": question, "answer": prompt.answer, "text": prompt.text, "ids": ids}

@@ -47,7 +47,7 @@ class KnownEngine:
         pass
 
 
-async def evaluate(engine, prompts, graders, config, seed, progress=None):
+async def evaluate(engine, prompts, graders, config, seed, progress=lambda done, total: None):
     return (await evaluate_sets(engine, {"": prompts}, graders, config, seed, progress)).results[""]
 
 

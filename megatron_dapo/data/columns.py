@@ -21,7 +21,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from glob import glob
@@ -283,7 +283,7 @@ def _several_turns(value: Any, column: str, template: str) -> list[dict[str, Any
         raise BadRow(f"{column}: no message is the user's")
     if messages[-1]["role"] == "assistant":
         raise BadRow(f"{column}: the last message is the assistant's, so there is nothing to generate")
-    if not template.endswith("chat"):
+    if not uses_chat(template):
         raise BadRow(f"{column}: several messages need a chat template; set data.template to chat")
     for message in messages:
         _check_encodable(message["content"], column)
@@ -410,48 +410,48 @@ def _check_encodable(text: str, column: str) -> None:
         raise BadRow(f"{column}: invalid Unicode (a lone surrogate) at character {error.start}") from None
 
 
-def to_messages(template: str, question: str, system: str = "", turns: Sequence[Message] = ()) -> list[Message]:
-    """The messages that `render` puts into the chat template. The text of `template` replaces the last question."""
-    text = _text(_split(template)[0], question)
-    if not turns:
-        own = [{"role": "system", "content": system}] if system else []
-        return [*own, {"role": "user", "content": text}]
-    messages = [dict(message) for message in turns]
+def uses_chat(template: str) -> bool:
+    """Whether it goes into the tokenizer's chat template."""
+    return template == "chat" or template.endswith("+chat")
+
+
+def _without_chat(template: str) -> str:
+    return "" if template == "chat" else template.removesuffix("+chat")
+
+
+def _text(template: str, question: str) -> str:
+    name = _without_chat(template)
+    return _TEXTS.get(name, name).replace("{question}", question)  # not str.format: LaTeX is full of braces
+
+
+def messages_of(problem: Problem, config: PromptFileConfig) -> list[Message]:
+    """What goes into the chat template. The text of `data.template` replaces the last question."""
+    messages = [dict(message) for message in problem.messages] or [{"role": "user"}]
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    messages[last]["content"] = text
+    messages[last]["content"] = _text(config.template, problem.question)
+    system = config.system or problem.system
     if not system:
         return messages
     start = 1 if messages[0]["role"] == "system" else 0
     return [{"role": "system", "content": system}, *messages[start:]]
 
 
-def _split(template: str) -> tuple[str, bool]:
-    """The template without `chat`, and whether it had it."""
-    return ("", True) if template == "chat" else (template.removesuffix("+chat"), template.endswith("+chat"))
-
-
-def _text(name: str, question: str) -> str:
-    return _TEXTS.get(name, name).replace("{question}", question)  # not str.format: LaTeX is full of braces
-
-
-def render(
-    template: str,
-    question: str,
-    tokenizer: Any,
-    system: str = "",
-    turns: Sequence[Message] = (),
-    tools: Sequence[Message] = (),
-) -> str:
-    """The text for the model. `template` is dapo, plain or the user's text, with `+chat` for the chat template, which
-    also gets `turns` and `tools`."""
-    name, chat = _split(template)
-    if not chat:
-        text = _text(name, question)
+def render(problem: Problem, config: PromptFileConfig, tokenizer: Any) -> str:
+    """The text for the model."""
+    if not uses_chat(config.template):
+        text, system = _text(config.template, problem.question), config.system or problem.system
         return f"{system}\n\n{text}" if system else text
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"data.template is {template!r}, but the tokenizer has no chat template: use "
-            f"{name or 'plain'!r}, or a tokenizer that has one (tokenizer_config.json, chat_template)"
+            f"data.template is {config.template!r}, but the tokenizer has no chat template: use "
+            f"{_without_chat(config.template) or 'plain'!r}, or a tokenizer that has one (tokenizer_config.json, "
+            "chat_template)"
         )
-    messages, more = to_messages(template, question, system, turns), {"tools": list(tools)} if tools else {}
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
+    messages, more = messages_of(problem, config), {"tools": problem.tools} if problem.tools else {}
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
+    except Exception as error:  # a template is code, and the messages of a row may not be what it expects
+        raise DataError(
+            f"{config.path}: the tokenizer's chat template failed on {problem.question[:60]!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -22,10 +22,11 @@ from megatron_dapo.data.columns import (
     MissingColumn,
     Problem,
     find_files,
+    messages_of,
     read_problem,
     read_rows,
     render,
-    to_messages,
+    uses_chat,
 )
 from megatron_dapo.types import Prompt, as_tokens
 
@@ -179,7 +180,7 @@ def _without_conflicts(entries: list[_Entry], report: LoadReport) -> list[_Entry
 def _tokenise(
     entries: list[_Entry], config: PromptFileConfig, tokenizer: Any, limit: int | None, report: LoadReport
 ) -> list[Prompt]:
-    texts = [_render(entry.problem, config, tokenizer) for entry in entries]
+    texts = [render(entry.problem, config, tokenizer) for entry in entries]
     bare, whole = (tokenizer(["0"], add_special_tokens=special)["input_ids"][0] for special in (False, True))
     begin = whole[: whole.index(bare[0])] if bare else []  # Llama's BOS; chat templates write it themselves
     token_lists = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -188,7 +189,7 @@ def _tokenise(
         if not tokens:
             report.bad.append((entry.line, "the tokenizer makes no tokens of it"))
             continue
-        if not config.template.endswith("chat") and tokens[: len(begin)] != begin:
+        if not uses_chat(config.template) and tokens[: len(begin)] != begin:
             tokens = [*begin, *tokens]
         if limit is not None and len(tokens) > limit:
             if config.too_long == "drop":
@@ -205,26 +206,11 @@ def _tokenise(
     return prompts
 
 
-def _render(problem: Problem, config: PromptFileConfig, tokenizer: Any) -> str:
-    try:
-        return render(
-            config.template, problem.question, tokenizer, config.system or problem.system, problem.messages,
-            problem.tools,
-        )  # fmt: skip
-    except DataError:
-        raise
-    except Exception as error:  # a template is code, and the messages of a row may not be what it expects
-        raise DataError(
-            f"{config.path}: the tokenizer's chat template failed on {problem.question[:60]!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
 def _more_meta(problem: Problem, config: PromptFileConfig) -> dict[str, Any]:
     """What a conversation and its rollout function need of the row, where it is not the question alone."""
     found: dict[str, Any] = {}
-    if config.template.endswith("chat"):
-        messages = to_messages(config.template, problem.question, config.system or problem.system, problem.messages)
+    if uses_chat(config.template):
+        messages = messages_of(problem, config)
         if messages != [{"role": "user", "content": problem.question}]:
             found["messages"] = messages
     if problem.tools:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.engines.protocol import Completion, Generator, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluation.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
-from megatron_dapo.reward.combined import readable
+from megatron_dapo.reward.combined import ResponseGrader, readable
 from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.agents.functions import RolloutFunction, RolloutFunctionError
 from megatron_dapo.rollout.generation import TurnRequest, append_completion
@@ -29,21 +30,13 @@ ABORT_REPEAT = 1.0  # seconds between two aborts: a request may have reached the
 ABORT_TIMEOUT = 30.0
 
 
-class Responses(Protocol):
-    """Makes text from tokens and grades it, as in training (`ResponseGrader`)."""
-
-    def decode(self, tokens: Tokens) -> str: ...
-
-    async def grade(self, prompt: Prompt, sample: Sample) -> Grade: ...
-
-
 async def evaluate_sets(
     engine: Generator,
     sets: Mapping[str, Sequence[Prompt]],
-    graders: Responses,
+    graders: ResponseGrader,
     config: EvalConfig,
     seed: int,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
     function: RolloutFunction | None = None,
 ) -> Evaluation:
     """Generates the responses to every prompt of several benchmarks at once, each with its own number of samples
@@ -68,7 +61,8 @@ async def evaluate_sets(
         for prompt in prompts
         for index in range(settings[name].samples)
     ]
-    responses = iter(await _Requests(engine, graders, config, seed, progress, function).run(wanted))
+    slots = asyncio.Semaphore(config.concurrency)
+    responses = iter(await _Requests(engine, graders, config, seed, progress, function, slots).run(wanted))
     seconds = time.monotonic() - started
     results = {}
     for name, prompts in sets.items():
@@ -81,84 +75,73 @@ async def evaluate_sets(
     return Evaluation(config, results)
 
 
+@dataclass(slots=True, eq=False)
 class _Requests:
     """The requests of one evaluation."""
 
-    def __init__(
-        self,
-        engine: Generator,
-        graders: Responses,
-        config: EvalConfig,
-        seed: int,
-        progress: Progress | None,
-        function: RolloutFunction | None,
-    ) -> None:
-        self._engine = engine
-        self._graders = graders
-        self._config = config
-        self._seed = seed
-        self._progress = progress
-        self._function = function
-        self._slots = asyncio.Semaphore(config.concurrency)
-        self._tasks: list[asyncio.Task[Response]] = []
-        self._generating: set[asyncio.Task[Any]] = set()
-        self._stopping = False
-        self._failure: UserError | None = None  # of the engine, whatever a rollout function makes of it
-        self._done = 0
+    engine: Generator
+    graders: ResponseGrader
+    config: EvalConfig
+    seed: int
+    progress: Progress
+    function: RolloutFunction | None
+    slots: asyncio.Semaphore
+    tasks: list[asyncio.Task[Response]] = field(default_factory=list)
+    generating: set[asyncio.Task[Any]] = field(default_factory=set)
+    stopping: bool = False
+    failure: UserError | None = None  # of the engine, whatever a rollout function makes of it
+    done: int = 0
 
     async def run(self, wanted: Sequence[tuple[str, Prompt, int]]) -> list[Response]:
         """One response for each (prefix of the request's name, prompt, number of the sample), in this order."""
-        self._tasks = [asyncio.create_task(self._one(*response)) for response in wanted]
+        self.tasks = [asyncio.create_task(self._one(*response)) for response in wanted]
         try:
             # Not gather: a cancelled gather cancels the tasks before their requests are aborted.
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for error in filter(None, (task.exception() for task in self._tasks if task in done)):
+            done, _ = await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for error in filter(None, (task.exception() for task in self.tasks if task in done)):
                 raise error
-            return [task.result() for task in self._tasks]
+            return [task.result() for task in self.tasks]
         except BaseException:
             try:
                 await self._abort()
             finally:
-                for task in self._tasks:
+                for task in self.tasks:
                     task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await asyncio.gather(*self.tasks, return_exceptions=True)
             raise
 
     async def _one(self, prefix: str, prompt: Prompt, index: int) -> Response:
-        async with self._slots:
+        async with self.slots:
             samples, grade = await self._generate(prefix, prompt, index)
             if grade is None:
-                grade = await self._graders.grade(prompt, samples[-1])
+                grade = await self.graders.grade(prompt, samples[-1])
         grade = grade.checked()
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, len(self._tasks))
-        text = "\n".join(readable(sample, self._graders.decode) for sample in samples)
+        self.done += 1
+        self.progress(self.done, len(self.tasks))
+        text = "\n".join(readable(sample, self.graders.decode) for sample in samples)
         tokens, reason = sum(sample.trained_tokens for sample in samples), samples[-1].finish_reason.value
         return Response(text, tokens, reason, grade.correct, grade.extracted, grade.reason)
 
     async def _generate(self, prefix: str, prompt: Prompt, index: int) -> tuple[list[Sample], Grade | None]:
         """The samples of one rollout, and the grade if its function gave one."""
-        longest, stop = self._config.max_response_tokens, tuple(self._config.stop or ())
+        longest, stop = self.config.max_response_tokens, tuple(self.config.stop or ())
         assert longest is not None
-        seed = derive_seed(self._seed, 0, prompt.id, index)
+        seed = derive_seed(self.seed, 0, prompt.id, index)
         empty = as_tokens([]), as_logprobs([]), FinishReason.ABORT
-        samples, name = (
-            [Sample(prompt.id, index, prompt.tokens, *empty, seed=seed)],
-            f"eval-{prefix}{prompt.id}-{index}",
-        )
-        if self._function is None:
+        samples = [Sample(prompt.id, index, prompt.tokens, *empty, seed=seed)]
+        name = f"eval-{prefix}{prompt.id}-{index}"
+        if self.function is None:
             await self._extend(samples[0], TurnRequest(name, seed, 0, longest, stop))
             return samples, None
         conversation = Conversation(
-            prompt, samples, self._extend, self._function.tokenizer,
+            prompt, samples, self._extend, self.function.tokenizer,
             max_response_tokens=longest, stop=stop, name=name,
         )  # fmt: skip
         try:
-            return samples, await self._function(conversation)
+            return samples, await self.function(conversation)
         except RolloutFunctionError as error:
-            if self._failure is not None:
-                raise self._failure from None
+            if self.failure is not None:
+                raise self.failure from None
             return samples, Grade(None, 0.0, reason=str(error))
 
     async def _extend(self, sample: Sample, request: TurnRequest) -> bool:
@@ -166,7 +149,7 @@ class _Requests:
         if request.end <= request.start:
             sample.finish_reason = FinishReason.LENGTH
             return True
-        config = self._config
+        config = self.config
         params = SamplingParams(
             max_new_tokens=request.end - request.start, temperature=config.temperature, top_p=config.top_p,
             top_k=config.top_k, stop=request.stop, stop_token_ids=tuple(config.stop_token_ids or ()), seed=request.seed,
@@ -179,39 +162,39 @@ class _Requests:
             if made.finish_reason is not FinishReason.ABORT:
                 append_completion(sample, made)
                 return True
-            if self._stopping:
+            if self.stopping:
                 raise asyncio.CancelledError
             if made.moved:  # to another server, where it starts again
                 moves += 1
                 continue
             attempt += 1
             await asyncio.sleep(ATTEMPT_PAUSE)
-        self._failure = EvaluationError(
+        self.failure = EvaluationError(
             f"the engine aborted response {sample.index} to problem {sample.prompt_id} {ATTEMPTS} times: nothing may "
             "pause the engine or change its weights while an evaluation runs"
         )
-        raise self._failure
+        raise self.failure
 
     async def _request(self, name: str, tokens: Tokens, params: SamplingParams) -> Completion:
         task = asyncio.current_task()
         assert task is not None
-        self._generating.add(task)
+        self.generating.add(task)
         try:
-            return await self._engine.generate(name, tokens, params)
+            return await self.engine.generate(name, tokens, params)
         except UserError as error:
-            self._failure = error
+            self.failure = error
             raise
         finally:
-            self._generating.discard(task)
+            self.generating.discard(task)
 
     async def _abort(self) -> None:
         """Aborts what is being generated and waits until it has returned; starts nothing new."""
-        self._stopping = True
-        for task in self._tasks:
-            if task not in self._generating:
+        self.stopping = True
+        for task in self.tasks:
+            if task not in self.generating:
                 task.cancel()
         deadline = time.monotonic() + ABORT_TIMEOUT
-        while self._generating and time.monotonic() < deadline:
+        while self.generating and time.monotonic() < deadline:
             with contextlib.suppress(UserError):  # a dead server has no request left to abort
-                await self._engine.abort()
-            await asyncio.wait(set(self._generating), timeout=ABORT_REPEAT)
+                await self.engine.abort()
+            await asyncio.wait(set(self.generating), timeout=ABORT_REPEAT)

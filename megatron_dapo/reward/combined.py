@@ -115,15 +115,6 @@ class ResponseGrader:
         self.tokenizer_json = str(tokenizer.backend_tokenizer.to_str()) if fast else ""
         self.graders = open_graders(config, self.tokenizer_json)
 
-    async def open(self) -> None:
-        await self.graders.open()
-
-    async def close(self) -> None:
-        await self.graders.close()
-
-    def metrics(self) -> dict[str, float]:
-        return self.graders.metrics()
-
     def decode(self, tokens: Tokens) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 

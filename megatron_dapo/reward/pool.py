@@ -41,10 +41,6 @@ CLOSE_SECONDS = 0.5  # an idle process exits by itself
 COMMAND = [sys.executable, "-m", "megatron_dapo.reward.worker"]
 
 
-class WorkerStartError(GraderError):
-    """A grading process cannot start; the message has its traceback."""
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     """One response to grade, and how often that has failed."""
@@ -76,18 +72,16 @@ class GradingProcess:
             async with asyncio.timeout(START_SECONDS):
                 header, _ = await ready
             if header["problem"]:
-                raise WorkerStartError(
-                    f"a grading process (grader {config.grader!r}) could not start:\n{header['problem']}"
-                )
+                raise GraderError(f"a grading process (grader {config.grader!r}) could not start:\n{header['problem']}")
             return cls(worker, config, header["pid"], bool(tokenizer))
         except BaseException as error:
             await worker.end(CLOSE_SECONDS)
             if isinstance(error, ProcessEnded) and error.code < 0:
                 raise
             if isinstance(error, TimeoutError):
-                raise WorkerStartError(f"a grading process did not start within {START_SECONDS:.0f} s") from None
+                raise GraderError(f"a grading process did not start within {START_SECONDS:.0f} s") from None
             if isinstance(error, ProcessEnded | psutil.NoSuchProcess):
-                raise WorkerStartError(
+                raise GraderError(
                     f"a grading process (grader {config.grader!r}) could not start: it {error}; its output is on stderr"
                 ) from None
             raise

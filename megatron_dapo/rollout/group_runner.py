@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,29 +29,23 @@ Grader = Callable[[Prompt, Sample], Awaitable[Grade]]
 Ended = tuple[PendingGroup, BaseException | None]  # a group that has ended, and its error
 
 
+@dataclass(eq=False)
 class GroupRunner:
     """Shared by all groups of one step. After `stop`, aborted samples stay unfinished instead of being continued."""
 
-    def __init__(
-        self,
-        engine: Generator,
-        grade: Grader,
-        config: RolloutConfig,
-        reject_early: EarlyRejection | None,
-        events: GroupEvents,
-        function: RolloutFunction | None = None,
-    ) -> None:
-        self._engine = engine
-        self._grade = grade
-        self._reject_early = reject_early
-        self._events = events
-        self._function = function
-        self._generation = Generation(engine, config, events)
-        self._config = config
-        self._request_ids: dict[int, set[str]] = {}  # in the engine, by the group's serial
-        self._conversations: dict[asyncio.Task[Grade | None], tuple[PendingGroup, Conversation]] = {}
-        self._grading: set[asyncio.Future[Grade]] = set()
-        self.requests = 0  # rollouts that need the engine: not complete, and not waiting for a tool between two turns
+    engine: Generator
+    grade: Grader
+    config: RolloutConfig
+    reject_early: EarlyRejection | None
+    events: GroupEvents
+    function: RolloutFunction | None
+    requests: int = 0  # rollouts that need the engine: not complete, and not waiting for a tool between two turns
+    _request_ids: dict[int, set[str]] = field(default_factory=dict)  # in the engine, by the group's serial
+    _conversations: dict[asyncio.Task[Grade | None], tuple[PendingGroup, Conversation]] = field(default_factory=dict)
+    _grading: set[asyncio.Future[Grade]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._generation = Generation(self.engine, self.config, self.events)
 
     @property
     def running(self) -> int:
@@ -60,7 +55,7 @@ class GroupRunner:
     def per_request(self) -> float:
         """Rollouts in flight for each that needs the engine: more than 1 where others wait for tools. If they would
         have to start again in the next step, there should not be more of them: 1."""
-        if self._function is None or self._function.resume == "restart":
+        if self.function is None or self.function.resume == "restart":
             return 1.0
         return max(1.0, len(self._conversations) / max(1, self.requests))
 
@@ -91,8 +86,8 @@ class GroupRunner:
 
     def _check_early(self, pending: PendingGroup) -> None:
         """After each grade: the filter may reject the group although it has unfinished samples."""
-        if self._reject_early and pending.group.samples:
-            pending.rejected = self._reject_early(pending.group)
+        if self.reject_early and pending.group.samples:
+            pending.rejected = self.reject_early(pending.group)
 
     def run(self, pending: PendingGroup) -> Coroutine[Any, Any, None]:
         """Finishes every rollout of the group, or leaves some unfinished after `stop` or an early rejection. Raises the
@@ -114,14 +109,14 @@ class GroupRunner:
         conversation, grade = pending.ungraded.pop(samples[0].index, None), None
         load = _EngineLoad(self)
         try:
-            if self._function is None:
+            if self.function is None:
                 if samples[0].turns:  # of a rollout function that the configuration no longer names
                     self._restart(pending, samples)
                 complete = await self._generate(pending, samples[0])
             elif conversation is not None and conversation.samples[0] is samples[0]:
                 complete = True
             else:
-                complete, conversation, grade = await self._converse(pending, samples, self._function, load)
+                complete, conversation, grade = await self._converse(pending, samples, self.function, load)
         finally:
             load.set(False)
         if not complete:
@@ -133,18 +128,18 @@ class GroupRunner:
         if conversation is not None:
             grade = with_rewards(grade, conversation)
         if grade.ungraded and not given.ungraded:
-            self._events.accounting.rejected_grades += 1
+            self.events.accounting.rejected_grades += 1
         for sample in samples:
             sample.grade = grade
         self._check_early(pending)
-        self._events.finished()
+        self.events.finished()
         if not pending.finished and pending.rejected:
             self._cancel_functions(lambda other: other is pending)
-            await asyncio.gather(*(self._engine.abort(name) for name in self._request_ids[pending.serial]))
+            await asyncio.gather(*(self.engine.abort(name) for name in self._request_ids[pending.serial]))
 
     async def _graded(self, prompt: Prompt, sample: Sample) -> Grade | None:
         """None after `stop_grading`."""
-        grading = asyncio.ensure_future(self._grade(prompt, sample))
+        grading = asyncio.ensure_future(self.grade(prompt, sample))
         self._grading.add(grading)
         try:
             return await grading
@@ -173,7 +168,7 @@ class GroupRunner:
         while True:
             conversation = Conversation(
                 pending.group.prompt, samples, partial(self._extend_turn, pending, load), function.tokenizer,
-                max_response_tokens=self._config.max_response_tokens, stop=self._config.stop,
+                max_response_tokens=self.config.max_response_tokens, stop=self.config.stop,
                 name=_name(pending, samples[0]), on_new_sample=pending.add_part,
             )  # fmt: skip
             task = asyncio.ensure_future(function(conversation))
@@ -205,13 +200,13 @@ class GroupRunner:
 
     def add_load(self, requests: int) -> None:
         self.requests += requests
-        self._events.generated(self.requests)
+        self.events.generated(self.requests)
 
     def _restart(self, pending: PendingGroup, samples: list[Sample]) -> None:
         tokens = sum(sample.trained_tokens for sample in samples)
         if not samples[0].turns and not tokens:
             return
-        self._events.restarted(tokens)
+        self.events.restarted(tokens)
         pending.restart(samples)
 
 
@@ -248,18 +243,14 @@ GRADING_TIMEOUT = 5.0  # seconds that grades have after an abort: their step, or
 class RunningGroups:
     """The running groups of one step: their tasks, waiting for one to end, and aborting all of them."""
 
-    def __init__(
-        self, step: int, engine: Generator, runner: GroupRunner, stall_timeout: float, changed: asyncio.Event
-    ) -> None:
-        """`changed`: the event of the runner's `GroupEvents`."""
+    def __init__(self, step: int, runner: GroupRunner) -> None:
         self._step = step
-        self._engine = engine
         self._runner = runner
-        self._stall_timeout = stall_timeout
+        self._stall_timeout = runner.config.sampler.stall_timeout
         self._tasks: dict[asyncio.Task[None], PendingGroup] = {}
         self._ended: deque[asyncio.Task[None]] = deque()
-        self._changed = changed
-        runner.foreign_weights.add_done_callback(lambda _: changed.set())
+        self._changed = runner.events.changed
+        runner.foreign_weights.add_done_callback(lambda _: self._changed.set())
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -304,7 +295,7 @@ class RunningGroups:
                     f"step {self._step}: {len(self._tasks)} groups did not end within {ABORT_TIMEOUT:.0f} s after "
                     "their requests were aborted"
                 )
-            await self._engine.abort()
+            await self._runner.engine.abort()
             await asyncio.wait(self._tasks, timeout=ABORT_REPEAT)
             ended += self._take_ended()
             self._runner.stop()  # rollout functions that have generated a turn in the meantime

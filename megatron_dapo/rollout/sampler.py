@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from megatron_dapo import fault_points
@@ -48,45 +48,38 @@ class SamplingLimitError(UserError):
     """The limit on sampled prompts was reached, and the step may not train on what it has."""
 
 
+@dataclass(eq=False)
 class Sampler:
-    def __init__(
-        self,
-        engine: Generator,
-        grade: Grader,
-        next_prompt: Callable[[], Prompt],
-        config: RolloutConfig,
-        *,
-        groups_per_step: int,
-        seed: int = 0,
-        group_filter: GroupFilter | None = None,
-        on_progress: Callable[[SamplerProgress], None] | None = None,
-        on_request: OnRequest | None = None,
-        on_decided: Callable[[Group], None] | None = None,
-        function: RolloutFunction | None = None,
-    ) -> None:
-        """`next_prompt` raises StopIteration when there are no more prompts. `group_filter` overrides the configured
-        one. `on_decided` is called for every group that the filter kept or rejected. `function` makes the responses;
-        None: a response is one generated turn."""
-        self.engine = engine
-        self.grade = grade
-        self.next_prompt = next_prompt
-        self.config = config
-        self.groups_per_step = groups_per_step
-        self.seed = seed
-        self.group_filter = group_filter or (
-            load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all
-        )
-        self.reject_early: EarlyRejection | None = getattr(self.group_filter, "reject_early", None)
+    """`next_prompt` raises StopIteration when there are no more prompts. `on_decided` is called for every group that
+    the filter kept or rejected. `function` makes the responses; None: a response is one generated turn."""
+
+    engine: Generator
+    grade: Grader
+    next_prompt: Callable[[], Prompt]
+    config: RolloutConfig
+    _: KW_ONLY
+    groups_per_step: int
+    seed: int = 0
+    on_progress: Callable[[SamplerProgress], None] | None = None
+    on_request: OnRequest | None = None
+    on_decided: Callable[[Group], None] | None = None
+    function: RolloutFunction | None = None
+    group_filter: GroupFilter = field(init=False)
+    reports: int = field(default=0, init=False)  # of progress: rollouts that were graded, groups that were decided
+    unchanged_to: int = field(default=0, init=False)  # all versions up to this one have the same weights
+    _carry_over: CarryOver = field(default_factory=CarryOver, init=False)
+    _collecting: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        filters = self.config.dynamic_sampling
+        self.group_filter = load_group_filter(self.config.group_filter) if filters else keep_all
+
+    @property
+    def reject_early(self) -> EarlyRejection | None:
+        config = self.config
         if config.dynamic_sampling and config.sampler.give_up_after is not None:
-            self.reject_early = give_up_after(config.sampler.give_up_after)
-        self.on_progress = on_progress
-        self.on_request = on_request
-        self.on_decided = on_decided
-        self.reports = 0  # how often there was progress: rollouts that were graded, groups that were decided
-        self.function = function
-        self.unchanged_to = 0  # all versions up to this one have the same weights
-        self._carry_over = CarryOver()
-        self._collecting = False
+            return give_up_after(config.sampler.give_up_after)
+        return getattr(self.group_filter, "reject_early", None)
 
     async def collect(self, step: int) -> StepBatch:
         """One batch for training step `step`. Continues a `collect` of the same step that was cancelled."""
@@ -141,9 +134,7 @@ class StepCollector:
         self._runner = GroupRunner(
             sampler.engine, sampler.grade, config, sampler.reject_early, self._events, sampler.function
         )
-        self._running = RunningGroups(
-            step, sampler.engine, self._runner, self._options.stall_timeout, self._events.changed
-        )
+        self._running = RunningGroups(step, self._runner)
         self._clock = asyncio.get_running_loop().time
         self._began = self._clock()
 

@@ -34,7 +34,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous
 from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_adapters, random_experts, random_hf_weights
-from megatron_dapo.weights.model_weights import hf_tensors, unshard
+from megatron_dapo.weights.model_weights import hf_tensors
 
 TOKEN_TERM = 0.1  # what a token adds to a loss, about; such terms may cancel, and rounding is relative to them
 AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
@@ -178,7 +178,7 @@ def _full_tensors(policy: Policy, everyone: list[dict[str, tuple[int, Tensor]]])
         shards = _one_of_each(name, everyone)
         if not shards and name == OUTPUT and policy.shape.tied_embeddings:
             continue  # one stage holds embedding and head: there is no second copy
-        full |= hf_tensors(mapping, unshard(mapping, [shards[rank] for rank in sorted(shards)]))
+        full |= hf_tensors(mapping, [shards[rank] for rank in sorted(shards)])
     return full
 
 

@@ -30,8 +30,8 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.rollout import Quantization, Senders
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, wait_for_readers
 from megatron_dapo.weights.fp8 import quantise_pairs, quantised_specs
-from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, parameter_mappings, shard_copies
-from megatron_dapo.weights.model_weights import RankPosition, live_adapters, live_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, parameter_mappings
+from megatron_dapo.weights.model_weights import RankPosition, live_adapters, live_mappings, shard_places
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, in_flat_order
 
 
@@ -269,17 +269,11 @@ class WeightBuckets:
         destinations: list[Tensor] = []
         sources: list[Tensor] = []
         for mapping in plan.mappings:
-            parts = shards[mapping.name]
-            for index, part in enumerate(parts):
-                for copy in shard_copies(mapping, index, len(parts), part.shape):
-                    target = targets[mapping.hf[copy.source]].narrow(0, copy.hf_row, copy.rows)
-                    source = part.narrow(0, copy.shard_row, copy.rows)
-                    if copy.columns is None and target.shape != source.shape:
-                        source = source.reshape(target.shape)
-                    if copy.columns is not None:
-                        target.narrow(1, *copy.columns).copy_(source)
-                    else:
-                        destinations.append(target)
-                        sources.append(source)
+            for place, block in shard_places(mapping, shards[mapping.name], targets):
+                if place.is_contiguous():
+                    destinations.append(place)
+                    sources.append(block)
+                else:
+                    place.copy_(block)
         if destinations:
             torch._foreach_copy_(destinations, sources)

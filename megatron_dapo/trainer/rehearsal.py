@@ -94,9 +94,9 @@ async def _group(config: Config, prompt: Prompt) -> tuple[Group, str]:
     pending = PendingGroup(0, 0, Group(prompt, new_samples(prompt, [1, 2, 3])))
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(close_shared)
-        opened.push_async_callback(grader.close)
+        opened.push_async_callback(grader.graders.close)
         with _named("reward.grader"):
-            await grader.open()
+            await grader.graders.open()
         runner = GroupRunner(
             StandIn(prompt.answer, tokenizer), grader.grade, config.rollout, None, GroupEvents(),
             load_rollout_function(config.rollout, tokenizer),

@@ -194,8 +194,8 @@ class RolloutDriver:
             showing.cancel()
         closing = self._opened
         closing.push_async_callback(self.close_engines)
-        await self._responses.open()
-        closing.push_async_callback(self._responses.close)
+        await self._responses.graders.open()
+        closing.push_async_callback(self._responses.graders.close)
         closing.push_async_callback(close_shared)
         if self.config.algorithm.distillation.enabled:
             from megatron_dapo.engines.teacher import open_teacher
@@ -364,7 +364,7 @@ class RolloutDriver:
         return found
 
     def _reward_counts(self) -> dict[str, float]:
-        now = self._responses.metrics()
+        now = self._responses.graders.metrics()
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
         reasons = sorted(name for name in {**now, **self._counted} if name.startswith("reward/ungraded/"))
         return {name: now.get(name, 0.0) - self._counted.get(name, 0.0) for name in (*names, *reasons)}

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
 from megatron_dapo.weights.convert import Progress, Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
-from megatron_dapo.weights.formats.readers import HFReader, torch_dtype
-from megatron_dapo.weights.fp8 import BLOCK, is_quantised, quantise, quantised_specs, quantization_config
+from megatron_dapo.weights.formats.readers import torch_dtype
+from megatron_dapo.weights.fp8 import BLOCK, quantise_pairs, quantised_specs, quantization_config
 from megatron_dapo.weights.mapping import WeightsError
-from megatron_dapo.weights.names import SCALE
 from megatron_dapo.weights.side_files import copy_side_files
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
@@ -42,7 +38,8 @@ def hf_to_fp8(
     files: dict[str, list[str]] = {}
     for name, stored in weights.stored.items():
         files.setdefault(stored.file.stem, []).append(name)
-    sent = {name: quantised_specs([_spec(weights, name)]) for name in weights.stored}
+    specs_of = {name: TensorSpec(name, torch_dtype(weights.dtype(name)), x.shape) for name, x in weights.stored.items()}
+    sent = {name: quantised_specs([spec]) for name, spec in specs_of.items()}
     total, done = sum(flat_size(specs) for specs in sent.values()), 0
     where: dict[str, str] = {}
     not_finite: list[str] = []
@@ -58,9 +55,11 @@ def hf_to_fp8(
                     tensor = weights[name]
                     if not tensor.isfinite().all():
                         not_finite.append(f"{weights.stored[name].file}: tensor {name}")
-                    for key, data in _tensors(name, tensor, sent[name]):
+                    parts = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in sent[name]}
+                    quantise_pairs([(name, tensor)], parts.items())
+                    for key, part in parts.items():
                         out.seek(at[key])
-                        done += out.write(data)
+                        done += out.write(part.view(-1).view(torch.uint8).numpy().data)
                     progress(done, total)
             where |= dict.fromkeys(at, file)
         if len(files) > 1:
@@ -71,21 +70,6 @@ def hf_to_fp8(
         config["quantization_config"] = quantization_config(weights.stored)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return Report(src, dst, len(where), total, time.monotonic() - began, not_finite, notes)
-
-
-def _spec(weights: HFReader, name: str) -> TensorSpec:
-    return TensorSpec(name, torch_dtype(weights.dtype(name)), weights.stored[name].shape)
-
-
-def _tensors(name: str, tensor: Tensor, specs: tuple[TensorSpec, ...]) -> Iterator[tuple[str, memoryview]]:
-    found = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
-    if is_quantised(name):
-        quantise(tensor, found[name], found[name + SCALE])
-    else:
-        found[name] = tensor.contiguous()
-    for key, part in found.items():
-        raw: Any = part.view(-1).view(torch.uint8).numpy()
-        yield key, memoryview(raw)
 
 
 def check_fp8_directory(path: str | Path) -> None:

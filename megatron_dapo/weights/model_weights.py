@@ -1,6 +1,6 @@
 """Loads HF weights into live Megatron models: all parameters or none, with an error that says what does not fit.
 
-Also the tensors of one mapping: from HF tensors to the full Megatron tensor, to a rank's shard, and back.
+Also the tensors of one mapping: from HF tensors to the full Megatron tensor, to a rank's shard, and back to HF tensors.
 
 Works on the list of GPTModel chunks that one rank holds under any TP, PP, VPP and EP. The rank passes its position in
 the layout. Only the layer offset comes from Megatron itself, because it follows from the model's configuration.
@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from megatron_dapo.config.families.tensors import EMBEDDING, FINAL_NORM, OUTPUT, OUTPUT_BIAS, Split
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.formats.readers import HFReader, check_tied_head
-from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, check_hf_names, listed, parameter_mappings
+from megatron_dapo.weights.mapping import (
+    ParameterMapping,
+    WeightsError,
+    check_hf_names,
+    listed,
+    parameter_mappings,
+    shard_copies,
+)
 from megatron_dapo.weights.names import to_canonical
 
 
@@ -194,19 +201,24 @@ def megatron_tensor(mapping: ParameterMapping, hf: Mapping[str, Tensor]) -> Tens
     return torch.cat([pieces[s.source].narrow(0, s.hf_start, s.rows) for s in mapping.segments])
 
 
-def hf_tensors(mapping: ParameterMapping, full: Tensor) -> dict[str, Tensor]:
-    """The HF tensors from the full Megatron tensor; vocabulary padding is dropped."""
-    if mapping.vocabulary:
-        full = full.narrow(0, 0, mapping.shape[0])
-    if tuple(full.shape) != mapping.shape:
-        raise WeightsError(f"{mapping.name}: shape {tuple(full.shape)}, but the model has {mapping.shape}")
-    if len(mapping.segments) == 1:
-        return {mapping.hf[0]: full}
-    out = {}
-    for source, name in enumerate(mapping.hf):
-        pieces = [full.narrow(0, s.start, s.rows) for s in mapping.segments_of(source)]
-        out[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+def hf_tensors(mapping: ParameterMapping, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The HF tensors from every tensor-parallel rank's shard, in rank order; vocabulary padding is dropped."""
+    out = {name: shards[0].new_empty(size) for name, size in zip(mapping.hf, mapping.hf_shapes, strict=True)}
+    for place, block in shard_places(mapping, shards, out):
+        place.copy_(block)
     return out
+
+
+def shard_places(
+    mapping: ParameterMapping, shards: Sequence[Tensor], hf: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every place in the HF tensors with the block of a shard that belongs there; of replicas only the first."""
+    for rank, part in enumerate(shards[:1] if mapping.split is Split.NONE else shards):
+        for copy in shard_copies(mapping, rank, len(shards), part.shape):
+            place = hf[mapping.hf[copy.source]].narrow(0, copy.hf_row, copy.rows)
+            if copy.columns is not None:
+                place = place.narrow(1, *copy.columns)
+            yield place, part.narrow(0, copy.shard_row, copy.rows).reshape(place.shape)
 
 
 def _part(tensor: Tensor, dim: int, rank: int, size: int, name: str) -> Tensor:
@@ -225,13 +237,3 @@ def shard(mapping: ParameterMapping, full: Tensor, rank: int, size: int, *, rows
     if mapping.split is Split.PARTS:
         return torch.cat([_part(part, 0, rank, size, mapping.name) for part in full.split(mapping.parts)])
     return _part(full, 0 if mapping.split is Split.ROWS else 1, rank, size, mapping.name)
-
-
-def unshard(mapping: ParameterMapping, shards: Sequence[Tensor]) -> Tensor:
-    """The full tensor (vocabulary padding included) from every tensor-parallel rank's shard, in rank order."""
-    if mapping.split is Split.NONE or len(shards) == 1:
-        return shards[0]
-    if mapping.split is Split.PARTS:
-        split = [shard.split([rows // len(shards) for rows in mapping.parts]) for shard in shards]
-        return torch.cat([part for parts in zip(*split, strict=True) for part in parts])
-    return torch.cat(list(shards), dim=0 if mapping.split is Split.ROWS else 1)

@@ -119,7 +119,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_row_is_named(tmp_path, tokenizer, message):
-    template = "plain" if "chat template" in message else "chat"
+    template = "{question} in a chat" if "chat template" in message else "chat"
     rows = [{"question": "5", "answer": 5}, BAD[message]]
     prompts = load(write(tmp_path / "rows.jsonl", rows), tokenizer, template=template)
     ((line, found),) = prompts.report.bad

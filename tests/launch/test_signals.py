@@ -22,7 +22,7 @@ from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.launch.slurm_script import Job, render
 from megatron_dapo.processes.supervised import members
-from megatron_dapo.reward import RewardPool
+from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.trainer.signals import StopSignal, end_at_once
 from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
 

@@ -11,7 +11,7 @@ import pytest
 from test_pool import HOSTILE, prompt, sample
 
 from megatron_dapo.config.data import RewardConfig
-from megatron_dapo.reward import RewardPool
+from megatron_dapo.reward.pool import RewardPool
 
 
 def listed(file: Path) -> list[int]:

@@ -11,7 +11,8 @@ from aiohttp import web
 from test_pool import prompt, sample
 
 from megatron_dapo.config.data import RewardConfig
-from megatron_dapo.reward import GraderError, open_graders
+from megatron_dapo.reward.combined import open_graders
+from megatron_dapo.reward.grader import GraderError
 from megatron_dapo.types import Grade
 
 SECRET = "s3cret-token-value"

@@ -29,7 +29,7 @@ def grade_all(texts, config, short, tokenizer=None):
 
     async def main():
         async with grader.graders:
-            return await asyncio.gather(*(grader.grade(prompt("42"), s) for s in samples)), grader.metrics()
+            return await asyncio.gather(*(grader.grade(prompt("42"), s) for s in samples)), grader.graders.metrics()
 
     module_short, module.SHORT = module.SHORT, short
     try:

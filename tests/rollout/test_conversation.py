@@ -325,11 +325,13 @@ def assert_expected(group: Group):
         assert len({id(sample.grade) for sample in rollout_samples}) == 1 and rollout_samples[0].grade is not None
 
 
-def sampler_of(config, engine, source, function, **more):
+def sampler_of(config, engine, source, function, group_filter=None):
     async def grade(prompt, sample):
         raise AssertionError("the function grades")
 
-    return Sampler(engine, grade, source, config, groups_per_step=4, function=function, **more)
+    sampler = Sampler(engine, grade, source, config, groups_per_step=4, function=function)
+    sampler.group_filter = group_filter or sampler.group_filter
+    return sampler
 
 
 @pytest.mark.parametrize("resume", ["turn", "restart"])

@@ -24,7 +24,7 @@ from simulation import Prompts
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.engines.sglang import load_balancer, server_state
-from megatron_dapo.reward import open_graders
+from megatron_dapo.reward.combined import open_graders
 from megatron_dapo.rollout import generation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler

@@ -173,7 +173,9 @@ def collect(config, steps=1, *, needed=4, share=0.5, slots=8, prompts=None, engi
         server = engine() if engine else SimulatedEngine(slots, longest=config.max_response_tokens)
         source = prompts or Prompts()
         grade = more.pop("grade", None) or coin_grader(share)
+        own_filter = more.pop("group_filter", None)
         sampler = Sampler(server, grade, source, config, groups_per_step=needed, seed=seed, **more)
+        sampler.group_filter = own_filter or sampler.group_filter
         batches = []
         for step in range(steps):
             server.weight_version = step

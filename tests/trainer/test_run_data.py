@@ -89,7 +89,9 @@ def test_what_graders_and_tools_do_in_an_evaluation_is_not_the_next_steps(fails,
     """What training has counted before it is kept."""
     driver = RolloutDriver(parse_config(config(straight[0], tmp_path)))
     counts = Counter({"reward/seconds": 1.0, "reward/ungraded/timeout": 2})
-    driver._responses = SimpleNamespace(metrics=lambda: dict(counts), graders=None, add_texts=lambda samples: None)
+    driver._responses = SimpleNamespace(
+        graders=SimpleNamespace(metrics=lambda: dict(counts)), add_texts=lambda samples: None
+    )
     driver._engine, driver._function, driver._sampler = SimpleNamespace(), print, SimpleNamespace(collect=None)
 
     async def evaluate(*settings):

@@ -7,7 +7,7 @@ import torch
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.mapping import WeightsError, hf_shapes, padded_vocab, parameter_mappings, stored_mappings
-from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor, shard, unshard
+from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor, shard
 from megatron_dapo.weights.names import disk_locations, to_canonical, to_te
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
@@ -51,7 +51,7 @@ def test_qkv_is_interleaved_by_query_group():
     full = megatron_tensor(mapping, hf)
     assert full.tolist() == first + second
     assert shard(mapping, full, 0, 2).tolist() == first and shard(mapping, full, 1, 2).tolist() == second
-    assert all(torch.equal(tensor, hf[name]) for name, tensor in hf_tensors(mapping, full).items())
+    assert all(torch.equal(tensor, hf[name]) for name, tensor in hf_tensors(mapping, [full]).items())
 
 
 def test_gate_is_above_up_and_every_rank_gets_part_of_both():
@@ -70,8 +70,8 @@ def test_vocabulary_is_padded_with_zeros_and_padding_is_dropped():
     assert padded_vocab(5, 2) == 6 and padded_vocab(6, 2) == 6
     last = shard(mapping, head, 1, 2, rows=6)
     assert last.sum(1).tolist() == [4, 4, 0]
-    full = unshard(mapping, [shard(mapping, head, 0, 2, rows=6), last])
-    assert torch.equal(hf_tensors(mapping, full)["lm_head.weight"], head)
+    shards = [shard(mapping, head, 0, 2, rows=6), last]
+    assert torch.equal(hf_tensors(mapping, shards)["lm_head.weight"], head)
 
 
 @pytest.mark.parametrize("kind", tiny_qwen.KINDS)
@@ -82,8 +82,8 @@ def test_assembled_shards_are_the_hf_tensors(models, kind, size):
         full = megatron_tensor(mapping, hf)
         assert tuple(full.shape) == mapping.shape
         rows = padded_vocab(shape.vocab, size) if mapping.vocabulary else None
-        again = unshard(mapping, [shard(mapping, full, rank, size, rows=rows) for rank in range(size)])
-        for name, tensor in hf_tensors(mapping, again).items():
+        shards = [shard(mapping, full, rank, size, rows=rows) for rank in range(size)]
+        for name, tensor in hf_tensors(mapping, shards).items():
             assert torch.equal(tensor, hf[name]), name
 
 
