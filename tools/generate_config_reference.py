@@ -67,7 +67,9 @@ megatron-dapo import run_qwen3_8b.sh --output run.yaml
 ms-swift or NeMo-RL and writes a configuration.
 
 - Units are converted: slime's `--global-batch-size` counts samples, our `trainer.mini_batch_prompts` counts prompts.
-- Where a tool's default differs from ours, the tool's default is written.
+- Where a tool's default differs from ours, the tool's default is written. Tools that wait for every response of a batch
+  get `rollout.sampler.oversampling: 1`, which does the same: it trains as there, and engines wait for the longest
+  response. Remove it to keep them busy ([rollout.md](rollout.md)).
 - Comments name the setting behind each key, what you have to fill in or check, and what has no equivalent. No setting
   is dropped silently.
 
@@ -81,11 +83,11 @@ def migration() -> str:
     """One section for each tool; last, what needs no setting here."""
     parts = [MIGRATION]
     for tool in tools().values():
-        found = [(f"`{shown(tool, row)}`", row) for row in tool.rows.values()]
+        found = [(f"`{shown(tool, row)}`", row) for row in tool.own.values()]
         rows = _grouped((f"`{row.to}` | {_note(row)}", name) for name, row in found if row.to)
         lost = _grouped((row.none, name) for name, row in found if not row.to and row.none and row.same is None)
         parts.append(f"## {tool.title}\n\n" + (f"{tool.intro}\n\n" if tool.intro else "")
-                     + f"| {tool.title} | here | note |\n|---|---|---|\n{rows}"
+                     + (f"| {tool.title} | here | note |\n|---|---|---|\n{rows}" if rows else "")
                      + (f"\n| no equivalent | because |\n|---|---|\n{lost}" if lost else ""))  # fmt: skip
     parts.append("## Nothing to set\n\nLeave these settings out. Where a value is given: only with that value.\n")
     for tool in tools().values():
@@ -99,7 +101,7 @@ def _note(row: Row) -> str:
 
 
 def _same(tool: Tool) -> Iterator[tuple[str, str]]:
-    for row in tool.rows.values():
+    for row in tool.own.values():
         if row.same is not None and not row.to:
             values = [] if row.same == "any" else [f"`{json.dumps(value)}`" for value in row.same]
             value = f": {' or '.join(values)}" if values else ""

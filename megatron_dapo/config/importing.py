@@ -9,10 +9,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
-from megatron_dapo.config.algorithm import OBJECTIVE_DEFAULTS
 from megatron_dapo.config.base import ConfigError, admits, dump_yaml
 from megatron_dapo.config.data import file_label
 from megatron_dapo.config.load import annotation_of, parse_config, set_value
@@ -77,15 +77,14 @@ def import_file(path: Path, tool: str | None = None, gpus: int | None = None) ->
 
 
 def recognise(script: Script, path: Path) -> Tool:
-    """The tool with the most rows for these keys, among those with one of their marks."""
+    """The tool with the most rows for these keys, among those with one of their marks in keys and program; of equal
+    ones the last, which has the others as its base."""
 
     def known(tool: Tool) -> int:
-        marked = any(
-            re.fullmatch(re.escape(mark).replace(r"\*", ".*"), key) for key in script.settings for mark in tool.marks
-        )
+        marked = any(fnmatchcase(name, mark) for name in [script.program, *script.settings] for mark in tool.marks)
         return sum(tool.row(key) is not None for key in script.settings) if marked else 0
 
-    best = max(tools().values(), key=known)
+    best = max(reversed(tools().values()), key=known)
     if not known(best):
         raise ConfigError(
             f"{path}: these are settings of no tool that is known here; --from names one of {', '.join(tools())}"
@@ -108,21 +107,23 @@ def convert(script: Script, tool: Tool, gpus: int | None = None) -> Imported:
             found.same.append((key, value, "not set"))
         elif row.to:
             rows[key] = row
-        elif value in (None, False, "", [], {}):
+        elif value is None or (row.same is None and value in (False, "", [], {})):
             found.same.append((key, value, "off"))
         else:
             found.none.append((key, value, plain(row.none or row.note)))
     targets = {row.to for row in rows.values()}
     steps = [(row, key, script.settings[key], True) for key, row in rows.items()]
-    steps += [(tool.rows[name], f"{tool.title}'s default", value, False) for name, value in tool.defaults.items()
-              if tool.rows[name].to not in targets and not _unread(found, tool.rows[name])]  # fmt: skip
+    defaults = ((tool.row(name), value) for name, value in tool.defaults.items() if value is not None)
+    steps += [(row, f"{tool.title}'s default", value, False) for row, value in defaults
+              if row and row.to and row.to not in targets and not _unread(found, row)]  # fmt: skip
     order = list(tool.rows)
     # Units need the plain numbers, also those that the tool has by default.
     for row, key, value, counted in sorted(steps, key=lambda step: (bool(step[0].unit), order.index(step[0].name))):
-        if counted or not _set_by_objective(found, row.to):
-            _apply(found, key, value, row, counted)
-    for ours, value in tool.settings.items():
-        if ours not in found.settings and not _set_by_objective(found, ours):
+        _apply(found, key, value, row, counted)
+    # Where engines and trainer take turns, these tools start the groups of a batch and wait for all of them.
+    whole_batches = {} if found.ours("rollout.max_staleness") else {"rollout.sampler.oversampling": 1.0}
+    for ours, value in (whole_batches | tool.settings).items():
+        if ours not in found.settings:
             found.settings[ours], found.sources[ours] = value, f"as in {tool.title}"
     _enough_tokens(found)
     return found
@@ -135,11 +136,6 @@ def _unread(found: Imported, row: Row) -> str:
         if value not in values and "$" not in str(value):
             return f"read only with {row.condition}"
     return ""
-
-
-def _set_by_objective(found: Imported, ours: str) -> bool:
-    own = OBJECTIVE_DEFAULTS.get(found.settings.get("algorithm.objective", ""), {})
-    return ours.removeprefix("algorithm.") in own
 
 
 def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True) -> None:
@@ -164,9 +160,14 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
     else:
         why = ""
     if why:
+        why = f"{row.to}: {why}" + (f" ({plain(row.note)})" if row.note else "")
         if counted:
-            found.fill_in.append((key, value, f"{row.to}: {why}" + (f" ({plain(row.note)})" if row.note else "")))
+            found.fill_in.append((key, value, why))
+        else:
+            found.note(f"{key}, {row.name}={value}: {why}")
         return
+    if ours and value:
+        ours |= {name: new for name, new in row.also.items() if name not in found.settings}
     if text:
         found.note(f"{row.to}: replace the variables in {value}")
     for name, new in ours.items():
@@ -265,21 +266,22 @@ def updates_to_steps(value: Any, found: Imported, row: Row, key: str) -> int:
 
 @unit
 def completions_per_update(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
-    completions = found.theirs("per_device_train_batch_size", 8) * found.theirs("gradient_accumulation_steps", 1)
-    prompts = samples_to_prompts(completions * found.devices_there, found, row, key)
+    batches = 1 if found.theirs("global_batch_size") else found.theirs("gradient_accumulation_steps", 1)
+    prompts = completions_per_step(batches, found, row, key)
     alone = found.theirs("steps_per_generation") is None and found.theirs("generation_batch_size") is None
     return {row.to: prompts, **({"trainer.prompts_per_step": prompts} if alone else {})}
 
 
 @unit
 def completions_per_step(value: Any, found: Imported, row: Row, key: str) -> int:
-    completions = found.theirs("per_device_train_batch_size", 8) * value * found.devices_there
-    return samples_to_prompts(completions, found, row, key)
+    """Of so many micro-batches on each device, or of so many of Megatron's global batches."""
+    size = found.theirs("global_batch_size") or found.theirs("per_device_train_batch_size") * found.devices_there
+    return samples_to_prompts(size * value, found, row, key)
 
 
 @unit
-def tokens_of_all_ranks(value: Any, found: Imported, row: Row, key: str) -> int:
-    return int(value * found.ours("policy.context_parallel"))
+def mini_batches_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
+    return int(value * found.theirs("async_training.require_batches") * found.ours("trainer.mini_batch_prompts"))
 
 
 @unit
@@ -328,11 +330,6 @@ def server_argument(value: Any, found: Imported, row: Row, key: str) -> Any:
 
 
 @unit
-def server_switch(value: Any, found: Imported, row: Row, key: str) -> Any:
-    return [*found.settings.get(row.to, []), row.option] if value else {}
-
-
-@unit
 def megatron_field(value: Any, found: Imported, row: Row, key: str) -> Any:
     name = key.rpartition(".")[2]
     if why := found_in(REFUSED[row.kind] | OWNED[row.kind], name):
@@ -342,8 +339,7 @@ def megatron_field(value: Any, found: Imported, row: Row, key: str) -> Any:
 
 @unit
 def recompute_layers(value: Any, found: Imported, row: Row, key: str) -> Any:
-    method = found.theirs("recompute_method") or found.theirs(f"{row.name.removesuffix('num_layers')}method")
-    return value if method == "block" else {}
+    return value if found.theirs(f"{key.removesuffix('num_layers')}method") == "block" else {}
 
 
 @unit
@@ -374,40 +370,67 @@ def engine_gpus(value: Any, found: Imported, row: Row, key: str) -> dict[str, in
 
 
 @unit
-def dynamic_batch(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
-    return {row.to: "dynamic", "rollout.dynamic_sampling": True} if value else {}
-
-
-@unit
 def group_filter(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     ready = "nonzero_std" in str(value)
     return {row.to: True, "rollout.group_filter": "reward-range" if ready else f"python:{value}"}
 
 
 @unit
-def lora_targets(value: Any, found: Imported, row: Row, key: str) -> Any:
-    return {} if value in ("all-linear", None) else value if isinstance(value, list) else [value]
+def divided_by_std(value: Any, found: Imported, row: Row, key: str) -> Any:
+    name = "use_leave_one_out_baseline"
+    others = found.theirs(f"grpo.adv_estimator.{name}", found.theirs(f"grpo.{name}"))
+    return {} if value else "rloo" if others else "group-mean"
 
 
 @unit
-def lora_rank(value: Any, found: Imported, row: Row, key: str) -> Any:
-    return found.theirs("lora_r", 16) if value else 0
+def warmup_of_list(value: Any, found: Imported, row: Row, key: str) -> int:
+    names = {one.get("name", "LR").rpartition(".")[2]: one.get("kwargs") for one in value}
+    if names.keys() - {"LR", "LinearLR", "ConstantLR"}:
+        raise _FillInError(f"from {', '.join(names)}")
+    return updates_to_steps(names.get("LinearLR", {"total_iters": 0})["total_iters"], found, row, key)
+
+
+@unit
+def weights_or_masks(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
+    """The level of the weights, their bound, and what removes those beyond the bounds."""
+    modes = {"tis": "token_truncate", "icepop": "token_mask", "seq-mask-tis": "token_geometric"}
+    level, _, kind = modes.get(value, value).partition("_")
+    low, high = (found.theirs(name) for name in row.option.split())
+    by_kind = {
+        "truncate": "",
+        "geometric": "geometric_mask",
+        "mask": "token_mask" if level == "token" else "product_mask",
+    }
+    masks = {f"algorithm.off_policy.{by_kind[kind]}": [low or 0.0, high]} if by_kind[kind] else {}
+    return {row.to: level, "algorithm.off_policy.weight_cap": 1e9 if kind == "geometric" else high, **masks}
 
 
 UNITS |= {
+    "tokens_of_all_ranks": lambda value, found, *_: int(value * found.ours("policy.context_parallel")),
+    "server_switch": lambda value, found, row, key: [*found.settings.get(row.to, []), row.option] if value else {},
+    "lora_targets": lambda value, *_: {} if value == "all-linear" else value if isinstance(value, list) else [value],
+    "lora_rank": lambda value, found, *_: (
+        0 if value in (False, "full") else found.theirs("lora_rank", found.theirs("lora_r", 16))),
+    "weights_up_to": lambda value, _, row, key: {
+        row.to: [0.0, float(value)], "algorithm.off_policy.weight_cap": float(value)},
     "plugin": lambda value, *_: f"python:{value}",
     "one_item": lambda value, *_: [value],
     "plus_one": lambda value, *_: value + 1,
+    "at_most_one": lambda value, *_: min(value, 1),
+    "round_up": lambda value, *_: math.ceil(value),
+    "prompts_to_steps": lambda value, found, *_: _whole(value // found.ours("trainer.prompts_per_step"), "steps"),
+    "syncs": lambda value, found, *_: (
+        math.ceil(max(0, value) / found.theirs("async_training.trigger_parameter_sync_step"))),
+    "share_of_lr": lambda value, found, *_: value * found.ours("policy.optimizer.lr"),
     "megabytes": lambda value, *_: int(value) << 20,
     "both_lambdas": lambda value, _, row, key: {row.to: value, "algorithm.gae.lambda_critic": value},
     "minus_one": lambda value, *_: max(0, value - 1),
     "no_negative": lambda value, *_: max(0, int(value)),
     "switch_to_share": lambda value, *_: float(value),
-    "mask_to": lambda value, *_: [0.0, float(value)],
     "betas": lambda value, _, row, key: {row.to: value[0], row.to.replace("beta1", "beta2"): value[1]},
     "split": lambda value, *_: re.sub(r"\[.*", "", str(value[0] if isinstance(value, list) else value)),
     "profile_steps": lambda value, *_: [min(value), max(value)] if value else {},
-    "server_switch_off": lambda value, *rest: server_switch(not value, *rest),
+    "server_switch_off": lambda value, *rest: UNITS["server_switch"](not value, *rest),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -26,9 +26,16 @@ class Row:
     note: str = ""
     same: Any = None
     when: dict[str, list[Any]] = field(default_factory=dict)
+    also: dict[str, Any] = field(default_factory=dict)
     none: str = ""
     option: str = ""
     kind: str = ""
+    like: str = ""
+
+    def of(self, key: str) -> Row | None:
+        """Itself, or the row that another tool has for the last part of the key."""
+        other = tools()[self.like].rows.get(key.rpartition(".")[2]) if self.like else self
+        return replace(other, name=self.name, when=self.when) if other else None
 
     @property
     def leaf(self) -> str:
@@ -52,6 +59,7 @@ class Tool:
     name: str
     title: str
     rows: dict[str, Row]
+    own: dict[str, Row]  # without those of `base`
     marks: tuple[str, ...] = ()
     intro: str = ""
     prefix: str = ""
@@ -62,18 +70,30 @@ class Tool:
     def row(self, key: str) -> Row | None:
         """Of a key as it is written in a file of this tool; a row with `*` only where no other one fits."""
         key = key.removeprefix(self.prefix)
-        patterns = (row for name, row in self.rows.items() if "*" in name and fnmatchcase(key, name))
-        return self.rows.get(key) or next(patterns, None)
+        patterns = (row.of(key) for name, row in self.rows.items() if "*" in name and fnmatchcase(key, name))
+        return self.rows.get(key) or next(filter(None, patterns), None)
 
 
 @cache
 def tools() -> dict[str, Tool]:
-    raw = {name: value for name, value in parse_yaml(TABLE.read_text()).items() if name != "spellings"}
-    return {name: Tool(name, **{**value, "rows": _rows(value["rows"])}) for name, value in raw.items()}
+    found: dict[str, Tool] = {}
+    for name, raw in parse_yaml(TABLE.read_text()).items():
+        if name != "spellings":
+            own = _rows(raw.pop("rows", {}))
+            base = found.get(raw.pop("base", ""), Tool("", "", {}, {}))
+            more = found[raw.pop("more")].rows if "more" in raw else {}
+            both = {key: getattr(base, key) | raw.get(key, {}) for key in ("defaults", "settings")}
+            raw = {"prefix": base.prefix, "flags": base.flags, **raw, **both}
+            found[name] = Tool(name, rows=more | base.rows | own, own=own, **raw)
+    return found
 
 
 def _rows(raw: dict[str, Any]) -> dict[str, Row]:
-    return {name: Row(name, to=row) if isinstance(row, str) else Row(name, **row) for name, row in raw.items()}
+    """One for each of the names of a row."""
+    pairs = (
+        (name, {"to": row} if isinstance(row, str) else row) for names, row in raw.items() for name in names.split()
+    )
+    return {name: Row(name, **row) for name, row in pairs}
 
 
 @cache
@@ -92,7 +112,7 @@ def find_row(path: str) -> Row | None:
     if leaf in spellings():
         return Row(path, to=spellings()[leaf])
     # A single word, or the last part of the key of ours that is meant, says too little.
-    rows = [row for tool in tools().values() for row in tool.rows.values() if row.leaf == leaf and "_" in leaf]
+    rows = [row for tool in tools().values() for row in tool.own.values() if row.leaf == leaf and "_" in leaf]
     rows = [row for row in rows if "critic" in path or not row.to.startswith("critic.")]
     ours, count = Counter(row.to for row in rows).most_common(1)[0] if rows else ("", 0)
     if not rows or 2 * count <= len(rows) or ours.endswith(f".{leaf}"):
@@ -104,7 +124,7 @@ def names_of(ours: str) -> dict[str, list[str]]:
     """What other tools call one of our keys, by the title of the tool, with the units that differ."""
     found: dict[str, list[str]] = {}
     for tool in tools().values():
-        for row in (row for row in tool.rows.values() if row.to == ours):
+        for row in (row for row in tool.own.values() if row.to == ours):
             unit = f" ({plain(row.note)})" if row.unit and row.note else ""
             found.setdefault(tool.title, []).append(shown(tool, row) + unit)
     return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from megatron_dapo.config.base import ConfigError, YamlError, leaves, parse_yaml
+from megatron_dapo.config.base import ConfigError, YamlError, leaves, merged, parse_yaml
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 HYDRA = re.compile(r"(?:\+{0,2}|~)([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
@@ -26,18 +27,18 @@ PAIRS = {"(": ")", "{": "}"}
 
 @dataclass
 class Script:
-    """What a file sets, in its order, and what could not be read."""
+    """What a file sets, in its order, what could not be read, and the program that it starts."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    program: str = ""
 
 
 def read_script(path: Path) -> Script:
-    try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})") from None
-    readers = {".py": _read_python, ".yaml": _read_yaml, ".yml": _read_yaml}
+    text = _text(path)
+    readers: dict[str, Callable[[str], Script]] = {
+        ".py": _read_python, ".yaml": partial(_read_yaml, path), ".yml": partial(_read_yaml, path),
+    }  # fmt: skip
     try:
         found = readers.get(path.suffix, _read_shell)(text)
     except (YamlError, SyntaxError) as error:
@@ -48,21 +49,45 @@ def read_script(path: Path) -> Script:
     return found
 
 
-def _read_yaml(text: str) -> Script:
-    raw = parse_yaml(text)
-    script = Script(dict(leaves(raw)) if raw and isinstance(raw, dict) else {})
+def _text(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})") from None
+
+
+def _read_yaml(path: Path, text: str) -> Script:
+    """With the files that it names under `defaults`, where they are."""
+    script = Script()
+    script.settings = dict(leaves(_with_defaults(parse_yaml(text), path, script.notes)))
     for key, value in script.settings.items():
-        script.settings[key] = _interpolated(value, script.settings)
+        script.settings[key] = _interpolated(key, value, script.settings)
     return script
 
 
-def _interpolated(value: Any, settings: dict[str, Any], depth: int = 0) -> Any:
-    """`${a.b}` is the value of that key."""
-    for name in re.findall(r"\$\{([\w.]+)\}", value) if isinstance(value, str) and depth < 9 else ():
-        if name in settings:
-            other = _interpolated(settings[name], settings, depth + 1)
-            value = other if value == f"${{{name}}}" else str(value).replace(f"${{{name}}}", str(other))
-    return value
+def _with_defaults(raw: Any, path: Path, notes: list[str], depth: int = 0) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        return {}
+    found: dict[str, Any] = {}
+    names = raw.pop("defaults", None) or []
+    for name in [names] if isinstance(names, str) else names:
+        file = path.parent / str(name)
+        if file.is_file() and depth < 9:
+            found = merged(found, _with_defaults(parse_yaml(_text(file)), file, notes, depth + 1))
+        elif name != "_self_":
+            notes.append(f"defaults: {name}: not read, there is no such file beside this one")
+    return cast(dict[str, Any], merged(found, raw))
+
+
+def _interpolated(key: str, value: Any, settings: dict[str, Any], depth: int = 0) -> Any:
+    """`${a.b}` is the value of that key, `${.b}` of a neighbour, `${mul:2, 3}` a product."""
+    for dots, name in re.findall(r"\$\{(\.*)([\w.]+)\}", value) if isinstance(value, str) and depth < 9 else ():
+        full = ".".join([*key.split(".")[: -len(dots)], name]) if dots else name
+        if full in settings:
+            other = _interpolated(full, settings[full], settings, depth + 1)
+            value = other if value == f"${{{dots}{name}}}" else str(value).replace(f"${{{dots}{name}}}", str(other))
+    product = re.fullmatch(r"\$\{mul:\s*(\d+),\s*(\d+)\}", value) if isinstance(value, str) else None
+    return int(product[1]) * int(product[2]) if product else value
 
 
 def _read_python(text: str) -> Script:
@@ -80,10 +105,11 @@ def _read_python(text: str) -> Script:
         elif not re.fullmatch(r"(GRPO|RLOO)(Config|Trainer)", name):
             continue
         in_code = in_code or (bool(keywords) and name.endswith("Config"))
+        script.program = name if name != "load_dataset" else script.program
         script.settings |= {key: _constant(node, defaults) for key, node in keywords.items()}
     command = _read_shell(ast.get_docstring(tree) or "")
     if not in_code:
-        script = Script({**script.settings, **command.settings}, command.notes)
+        script = Script({**script.settings, **command.settings}, command.notes, script.program)
     elif command.settings:
         script.notes.append("the command in the docstring was not read, because the code has a configuration")
     return script
@@ -116,6 +142,7 @@ def _read_shell(text: str) -> Script:
         if len(settings) > len(best[0]):
             best = settings, words[:start]
     script.settings, launcher = best
+    script.program = " ".join(launcher[-2:])
     options = [word.partition("=")[0] for word in launcher if re.match("--?[a-z]", word) and word != "-m"]
     if options:
         script.notes.append(f"options of the launcher are not settings of a run: {' '.join(options)}")

@@ -15,6 +15,7 @@ from megatron_dapo.config.other_names import tools
 from megatron_dapo.config.scripts import Script, read_script
 
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("other_scripts.yaml").read_text())
+MEANINGS = yaml.safe_load(Path(__file__).with_name("other_settings.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +129,87 @@ def test_units_of_published_scripts(imported, script, expected):
             {"beta": 0.04, "max_steps": 100, "steps_per_generation": 4},
             {"algorithm.kl.coefficient": 0.04, "trainer.steps": 25},
         ),
-        ("ms-swift", {"max_resample_times": 3}, {"rollout.sampler.max_generation_batches": 4}),
+        (
+            "ms-swift",
+            {"max_resample_times": 3, "dynamic_sample": True},
+            {"rollout.sampler.max_generation_batches": 4, "rollout.sampler.on_limit": "fill"},
+        ),
     ],
 )
 def test_units(tool, settings, expected):
     found = convert(Script(settings), tools()[tool], gpus=8)
     assert {key: found.settings.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "expected"), [(tool, *case) for tool, cases in MEANINGS.items() for case in cases]
+)
+def test_a_run_trains_as_there(tool, settings, expected):
+    found = convert(Script(settings), tools()[tool], gpus=8)
+    assert {key: found.settings.get(key, "unset") for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tool"),
+    [
+        ("a.sh", "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=8\n", "verl"),
+        (
+            "a.sh",
+            "python3 -m verl.experimental.one_step_off_policy.main_ppo trainer.n_gpus_per_node=8\n",
+            "verl-one-step",
+        ),
+        ("a.sh", "python -m x.fully_async_main actor_rollout_ref.rollout.n=8\n", "verl-async"),
+        ("a.sh", "ray job submit -- python3 train.py --rollout-batch-size 8\n", "slime"),
+        ("a.sh", "ray job submit -- python3 train_async.py --rollout-batch-size 8\n", "slime-async"),
+        ("a.sh", "trl grpo --num_generations 8\n", "trl"),
+        ("a.sh", "trl rloo --num_generations 8\n", "trl-rloo"),
+        ("a.py", "RLOOConfig(num_generations=8)\n", "trl-rloo"),
+        ("a.sh", "swift rlhf --rlhf_type grpo --num_generations 8 --seed 1 --use_vllm true\n", "ms-swift"),
+        ("a.sh", "megatron rlhf --rlhf_type grpo --num_generations 8 --lr 1e-6\n", "ms-swift-megatron"),
+    ],
+)
+def test_the_program_says_which_trainer_it_is(tmp_path, name, text, tool):
+    (tmp_path / name).write_text(text)
+    assert import_file(tmp_path / name).tool.name == tool
+
+
+def test_a_file_is_read_with_those_it_starts_from(tmp_path):
+    """As NeMo-RL's recipes; null replaces a whole section, and what is not there is named."""
+    (tmp_path / "base.yaml").write_text("""
+defaults: missing
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16}
+policy: {optimizer: {kwargs: {lr: 1}}, train_global_batch_size: "${mul:${grpo.num_prompts_per_step}, 8}"}
+generation: {temperature: 0.7, val_temperature: "${.temperature}", inner: {a: "${..temperature}"}}
+""")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "run.yaml").write_text(
+        "defaults: [../base.yaml, _self_]\ngrpo: {num_prompts_per_step: 64}\npolicy: {optimizer: null}\n"
+    )
+    found = read_script(tmp_path / "sub" / "run.yaml")
+    assert found.settings == {
+        "grpo.num_prompts_per_step": 64, "grpo.num_generations_per_prompt": 16, "policy.optimizer": None,
+        "policy.train_global_batch_size": 512, "generation.temperature": 0.7, "generation.val_temperature": 0.7,
+        "generation.inner.a": 0.7,
+    }  # fmt: skip
+    assert found.notes == ["defaults: missing: not read, there is no such file beside this one"]
+
+
+def test_an_estimator_that_is_not_offered_is_to_fill_in():
+    found = convert(Script({"algorithm.adv_estimator": "grpo_passk"}), tools()["verl"])
+    assert [key for key, *_ in found.fill_in] == ["algorithm.adv_estimator"] and not found.converted
+
+
+def test_what_a_default_needs_is_named():
+    found = convert(Script({"actor_rollout_ref.rollout.n": 8}), tools()["verl"])
+    assert any("trainer.total_epochs=30: trainer.steps: 30 epochs × prompts" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "key", ["data.shuffle", "actor_rollout_ref.rollout.do_sample", "data.apply_chat_template_kwargs.enable_thinking"]
+)
+def test_off_is_named_where_it_is_not_off_here(key):
+    found = convert(Script({key: False}), tools()["verl"])
+    assert [name for name, *_ in found.none] == [key]
 
 
 @pytest.mark.parametrize("tool", tools().values(), ids=lambda tool: tool.name)

@@ -161,9 +161,10 @@ def test_keys_of_the_recipe_are_described():
 
 @pytest.mark.parametrize("tool", tools().values(), ids=lambda tool: tool.name)
 def test_rows_of_other_tools_lead_to_keys_that_exist(tool):
-    assert set(tool.settings) <= KEYS and set(tool.defaults) <= set(tool.rows)
+    assert {*tool.settings, *(key for row in tool.rows.values() for key in row.also)} <= KEYS
+    assert all(tool.row(name) for name in tool.defaults)
     for row in tool.rows.values():
-        assert row.to in KEYS if row.to else row.none or row.same is not None, row
+        assert row.to in KEYS if row.to else row.none or row.same is not None or row.like in tools(), row
 
 
 def test_every_name_of_verl_is_answered_with_our_key():
