@@ -108,7 +108,7 @@ def convert(script: Script, tool: Tool, gpus: int | None = None) -> Imported:
             found.same.append((key, value, "not set"))
         elif row.to:
             rows[key] = row
-        elif value in (None, False, "", [], {}):
+        elif value in (None, False, "", [], {}) and True not in (row.same or ()):
             found.same.append((key, value, "off"))
         else:
             found.none.append((key, value, plain(row.none or row.note)))
