@@ -229,7 +229,7 @@ def _check_run_directory(run_dir: Path) -> None:
             clear_the_way(run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         trial = run_dir / "logs" / f".preflight-{os.getpid()}"
-        trial.touch()
+        trial.write_bytes(bytes(1 << 16))
         trial.unlink()
     except OSError as error:
         raise ConfigError(
