@@ -140,7 +140,7 @@ def _add_train(sub: Commands) -> None:
         "  megatron-dapo train run.yaml --dry-run\n"
         "  megatron-dapo train run.yaml --set policy.tensor_parallel=2 --set trainer.run_dir=runs/tp2\n\n"
         "exit codes: 0 finished and saved, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after "
-        "saving; rerun to resume",
+        "saving (130 after Ctrl-C); rerun to resume",
     )  # fmt: skip
     add_config(parser, "YAML file")
     parser.add_argument(
@@ -221,6 +221,8 @@ def _add_explain(sub: Commands) -> None:
             print(SCHEMA)
         elif not args.key:
             raise UserError("name a KEY to explain, for example policy.optimizer.lr")
+        elif (Path(args.key[0]) / "metrics.jsonl").exists():
+            raise UserError(f"{args.key[0]} is a run: megatron-dapo explain {args.key[0]} STEP SAMPLE")
         else:
             print("\n\n".join(explain(key) for key in args.key))
         return 0

@@ -3,8 +3,8 @@
     make quickstart          # in a checkout; megatron-dapo quickstart where the wheel is installed
     megatron-dapo quickstart --lora      # adapters of rank 4 learn instead of the model (docs/lora.md)
 
-1. creates a tiny Qwen2 model and pre-trains it on two-digit sums. Some of the examples are wrong, so that it knows the
-   task but is not certain;
+1. creates a tiny Qwen2 model and pre-trains it on sums such as 47+5. Some of the examples are wrong, so that it knows
+   the task but is not certain;
 2. converts it from HF to Megatron;
 3. trains it with DAPO on Megatron-Core: dynamic sampling, clip-higher, token-level loss, exact resume;
 4. converts the result back to HF and evaluates both models on held-out problems;
