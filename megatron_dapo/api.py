@@ -23,7 +23,7 @@ import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_origin
@@ -48,7 +48,7 @@ class TrainedRun:
     `samples` has the transcripts, one row for each response. They need pandas; `records` does not."""
 
     path: Path
-    records: Run
+    records: Run = field(repr=False)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -265,18 +265,19 @@ def _command(*arguments: str, folder: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
-    last = ""
+    printed: list[str] = []
     while True:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
-                last = line.strip() or last
+                printed.append(line)
             code = process.wait()
             break
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
     if code:
-        raise UserError(last.removeprefix("megatron-dapo: ") or f"megatron-dapo {arguments[0]} ended with code {code}")
+        said = "".join(["\n", *printed[-100:]]).rpartition("\nmegatron-dapo: ")[2].strip()
+        raise UserError(said or f"megatron-dapo {arguments[0]} ended with code {code}")
 
 
 def _frame(rows: list[dict[str, Any]], index: str | None = None) -> pandas.DataFrame:

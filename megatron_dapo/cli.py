@@ -67,7 +67,14 @@ def _add_quickstart(sub: Commands) -> None:
         return _run_quickstart([*given, *(f"--set={item}" for item in args.set)])
 
     def examples(args: argparse.Namespace) -> int:
-        _copy_examples(Path(args.target))
+        if (target := Path(args.target)).exists():
+            raise UserError(f"{target} exists: name a new directory")
+        try:
+            shutil.copytree(_examples_folder(), target, ignore=shutil.ignore_patterns("__pycache__"))
+        except OSError as error:
+            why = error.strerror or error.args[0][-1][-1]  # shutil.Error has a reason for every file
+            raise UserError(f"{target} cannot be created ({why}): name another directory") from None
+        print(f"copied to {target}; start with {target / 'README.md'}")
         return 0
 
     parser = add_command(
@@ -96,17 +103,6 @@ def _examples_folder() -> Path:
         if (folder / "quickstart" / "quickstart.py").is_file():
             return folder
     raise UserError(f"this installation has no examples ({PACKAGE}): install the wheel, or use a checkout")
-
-
-def _copy_examples(target: Path) -> None:
-    """Copies the examples, to be edited. Nothing that exists is changed."""
-    if target.exists():
-        raise UserError(f"{target} exists: name a new directory")
-    try:
-        shutil.copytree(_examples_folder(), target, ignore=shutil.ignore_patterns("__pycache__"))
-    except OSError as error:
-        raise UserError(f"{target} cannot be created ({error.strerror}): name another directory") from None
-    print(f"copied to {target}; start with {target / 'README.md'}")
 
 
 def _run_quickstart(arguments: Sequence[str]) -> int:
@@ -144,7 +140,7 @@ def _add_train(sub: Commands) -> None:
         "  megatron-dapo train run.yaml --dry-run\n"
         "  megatron-dapo train run.yaml --set policy.tensor_parallel=2 --set trainer.run_dir=runs/tp2\n\n"
         "exit codes: 0 finished and saved, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after "
-        "saving; rerun to resume",
+        "saving (130 after Ctrl-C); rerun to resume",
     )  # fmt: skip
     add_config(parser, "YAML file")
     parser.add_argument(
@@ -225,6 +221,8 @@ def _add_explain(sub: Commands) -> None:
             print(SCHEMA)
         elif not args.key:
             raise UserError("name a KEY to explain, for example policy.optimizer.lr")
+        elif (Path(args.key[0]) / "metrics.jsonl").exists():
+            raise UserError(f"{args.key[0]} is a run: megatron-dapo explain {args.key[0]} STEP SAMPLE")
         else:
             print("\n\n".join(explain(key) for key in args.key))
         return 0
@@ -279,13 +277,9 @@ def _add_ablate(sub: Commands) -> None:
     parser.add_argument("--grid", action="store_true", help="short for --design grid")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, one thread each (default 1)")
-    parser.add_argument(
-        "--minutes", type=at_least(0, float), help="stop after MINUTES; run the same command again to continue"
-    )
+    parser.add_argument("--minutes", type=at_least(0, float), help="stop after MINUTES; run it again to continue")
     parser.add_argument("--discard-runs", action="store_true", help="keep only the curves of finished runs")
-    parser.add_argument(
-        "--out", metavar="DIR", default="runs/ablation", help="directory of the results (default runs/ablation)"
-    )
+    parser.add_argument("--out", metavar="DIR", default="runs/ablation", help="for the results (default runs/ablation)")
 
 
 def _add_eval(sub: Commands) -> None:
@@ -310,9 +304,7 @@ def _add_eval(sub: Commands) -> None:
     parser.add_argument("--model", metavar="DIR", help="HF directory or name on the hub (policy.model)")
     parser.add_argument("--data", metavar="FILE", help="benchmark, jsonl or parquet (evaluate.data.path)")
     parser.add_argument("--samples", type=int, metavar="K", help="responses per problem (evaluate.samples)")
-    parser.add_argument(
-        "--out", metavar="DIR", help="directory for results.json and responses/ (default: RUN_DIR/eval)"
-    )
+    parser.add_argument("--out", metavar="DIR", help="for results.json and responses/ (default: RUN_DIR/eval)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the responses (default 0)")
 
 
@@ -477,10 +469,8 @@ def _add_selfcheck(sub: Commands) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2; + adds options, e.g. "
                        "cp2+a2a,pp2+uneven,tp2sp+full (default: all that fit)")  # fmt: skip
-    which.add_argument(
-        "--random", type=at_least(1), metavar="N",
-        help="N random combinations of layout, model, objective and aggregation, on at most 8 ranks",
-    )  # fmt: skip
+    which.add_argument("--random", type=at_least(1), metavar="N", help="N random combinations of layout, model, "
+                       "objective and aggregation, on at most 8 ranks")  # fmt: skip
     parser.add_argument("--seed", type=at_least(0), default=0, help="random seed for --random (default 0)")
     parser.add_argument("--tolerance", type=at_least(0, float), default=1e-5,
                         help="relative difference that is always allowed (default 1e-5)")  # fmt: skip
@@ -614,9 +604,7 @@ def _add_simulate(sub: Commands) -> None:
     add_config(parser, "YAML file")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=V1,V2", help="simulate every combination "
                         "of these values; engine_gpus is also a key")  # fmt: skip
-    parser.add_argument(
-        "--from", dest="from_run", metavar="RUN_DIR", help="take lengths and yield from a run's metrics"
-    )
+    parser.add_argument("--from", dest="from_run", metavar="RUN_DIR", help="take lengths and yield from this run")
     _add_workload(parser)
     parser.add_argument("--steps", type=at_least(1), default=6, help="steps to simulate (default 6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and grades (default 0)")

@@ -53,6 +53,25 @@ def test_a_function_of_a_notebook_becomes_a_module_with_what_it_uses(tmp_path):
     assert [module["grade"](None, text) for text in ("ab", "abc")] == [True, False]
 
 
+def test_an_error_of_several_lines_arrives_whole(tmp_path, monkeypatch):
+    lines = [
+        "step 1",
+        "megatron-dapo: interrupted: saving",
+        "megatron-dapo: the grader raised:",
+        "KeyError: 'a'. Saved",
+    ]
+    shown = [sys.executable, "-c", f"import sys; sys.exit(print({chr(10).join(lines)!r}) or 1)"]
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **settings: start(shown, **settings))
+    with pytest.raises(UserError) as caught:
+        api._command("train", folder=tmp_path)
+    assert str(caught.value) == "the grader raised:\nKeyError: 'a'. Saved"
+    lines[:] = ["Segmentation fault", ""]
+    shown[2] = f"import sys; sys.exit(print({chr(10).join(lines)!r}) or 1)"
+    with pytest.raises(UserError, match="Segmentation fault"):
+        api._command("train", folder=tmp_path)
+
+
 def helper(prompt, response):
     return True
 
@@ -117,6 +136,7 @@ def test_the_run_directory_is_run_dir(tmp_path, commands, monkeypatch):
     assert md.train("model", "a.jsonl", run_dir="~/run", dry_run=True).path == tmp_path / "run"
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "kind": "step", "metrics": {}}\n')
     assert md.read_run("~/run").path == tmp_path / "run"
+    assert repr(md.read_run("~/run")) == f"TrainedRun(path={tmp_path / 'run'!r})", "what a notebook shows"
     (tmp_path / "out").mkdir()
     (tmp_path / "out/results.json").write_text('{"samples": 1}')
     assert md.evaluate("model", "a.jsonl", out="~/out") == {"samples": 1}

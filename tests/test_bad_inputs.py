@@ -133,6 +133,9 @@ VALUES = [
         "64 usable prompts",
         {"trainer.prompts_per_step": 100, "trainer.mini_batch_prompts": 50},
     ),
+    Case("more prompts a step than good rows", "8 usable prompts (1 bad, first line 9: prompt: the prompt is empty)",
+         damage=lambda place: rows(*GOOD, {"prompt": "", "answer": "1"})(place),
+         settings={"trainer.prompts_per_step": 100, "trainer.mini_batch_prompts": 50}),
     Case(
         "heads not divisible", "policy.tensor_parallel", {"policy.tensor_parallel": 3, "policy.micro_batch_tokens": 258}
     ),
@@ -353,7 +356,11 @@ REHEARSED = [
 
 
 def file_at(name):
-    return lambda place: (place.folder / name).write_text("")
+    def damage(place):
+        (place.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (place.folder / name).write_text("")
+
+    return damage
 
 
 GRADER = {"reward.grader": "python:no_such_module.grade"}
@@ -408,6 +415,9 @@ COMMANDS = [
     command("doctor none.yaml", "no such file"),
     command("report nowhere", "nowhere"),
     command("watch nowhere", "nowhere"),
+    command("watch --demo --port 80000", "port 80000 cannot be used"),
+    Case("explain without a sample", "explain run STEP SAMPLE", damage=file_at("run/metrics.jsonl"),
+         arguments=["explain", "run", "3"]),
     command("examples /proc/mine", "/proc/mine cannot be created"),
     command("convert hf-to-megatron nowhere out", "nowhere"),
     command("convert verify nowhere model", "nowhere"),
@@ -415,9 +425,11 @@ COMMANDS = [
     command("convert megatron-to-hf model out --shard-size -1", "--shard-size"),
     command("convert megatron-to-hf model out", "is a HF model already"),
     command("eval none.yaml", "no such file"),
+    Case("eval of a run directory", "dapo convert megatron-to-hf", damage=file_at("run/checkpoints/step_1"),
+         arguments=["eval", "CONFIG", "--model", "run"]),
     command("eval CONFIG --samples 0", "evaluate.samples"),
     command("eval CONFIG", "data.path"),
-]
+]  # fmt: skip
 CASES = [
     *CONFIG_FILES, *OVERRIDES, *VALUES, *UNUSUAL, *MODELS, *DATA_FILES, *PLUGINS, *TRACKERS, *REHEARSED, *REAL_STARTS,
     *RUN_DIRECTORIES, *COMMANDS,

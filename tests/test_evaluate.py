@@ -1,6 +1,7 @@
 """Evaluation against closed forms, with an engine whose responses are known in advance."""
 
 import asyncio
+import errno
 import io
 import json
 import math
@@ -14,6 +15,7 @@ from megatron_dapo.config.data import EvalConfig, RewardConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluation import EvaluationError, ProblemResult, Response, evaluate_sets, majority, summarise
+from megatron_dapo.evaluation.results import EvalResult
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
 
@@ -402,7 +404,11 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
-def test_the_command(tmp_path, tiny_model, capsys):
+def fail_to_write(self, folder):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_command(tmp_path, tiny_model, capsys, monkeypatch):
     from megatron_dapo.cli import main
     from megatron_dapo.data import arithmetic_problems, write_arithmetic
 
@@ -424,11 +430,18 @@ def test_the_command(tmp_path, tiny_model, capsys):
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "sums_1: 3 problems × 4 responses" in shown and "avg@4" in shown
+    assert f"written: results.json and readable responses of {tiny_model} in" in " ".join(shown.split())
     first = json.loads((tmp_path / "run" / "eval" / "results.json").read_text())
     assert len(first["problems"]) == 3 and all(len(p["responses"]) == 4 for p in first["problems"])
     assert len(list((tmp_path / "run" / "eval" / "responses").iterdir())) == 3
     assert main([*arguments, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "results.json").read_text())["problems"] == first["problems"]
+    monkeypatch.setattr(EvalResult, "write", fail_to_write)
+    assert main([*arguments, "--out", str(tmp_path / "again")]) == 2
+    shown = capsys.readouterr()
+    assert "avg@4" in shown.out, "the numbers are not lost"
+    assert f"--out {tmp_path / 'again'}: cannot write results there: No space left on device" in shown.err
+    monkeypatch.undo()
     rows = [{"question": "[INST]1+1=[/INST]", "answer": answer} for answer in "23"]  # markup to rich
     with data.open("a") as file:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)

@@ -3,8 +3,8 @@
     make quickstart          # in a checkout; megatron-dapo quickstart where the wheel is installed
     megatron-dapo quickstart --lora      # adapters of rank 4 learn instead of the model (docs/lora.md)
 
-1. creates a tiny Qwen2 model and pre-trains it on two-digit sums. Some of the examples are wrong, so that it knows the
-   task but is not certain;
+1. creates a tiny Qwen2 model and pre-trains it on sums such as 47+5. Some of the examples are wrong, so that it knows
+   the task but is not certain;
 2. converts it from HF to Megatron;
 3. trains it with DAPO on Megatron-Core: dynamic sampling, clip-higher, token-level loss, exact resume;
 4. converts the result back to HF and evaluates both models on held-out problems;
@@ -162,7 +162,7 @@ class Phases:
 
 def may_use(run_dir: Path) -> bool:
     """Whether the directory is new, empty, or an earlier quickstart's."""
-    if not run_dir.exists() or not any(run_dir.iterdir()):
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return True
     return (run_dir / MARKER).exists() or (run_dir / "summary.json").exists()
 
@@ -205,7 +205,7 @@ def main() -> int:
         if args.fresh or (run_dir / "summary.json").exists():
             remove_what_was_made(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / MARKER).touch()
+        (run_dir / MARKER).write_text("made by the quickstart\n")  # a full disk is found here
     except OSError as error:
         console.print(f"{run_dir} cannot be written ({error.strerror}): name another --run-dir", highlight=False)
         return 2

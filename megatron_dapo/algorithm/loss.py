@@ -79,12 +79,13 @@ def load_objective(config: AlgorithmConfig) -> Objective:
         make = load_function(name, "algorithm.objective")
     else:
         make = importlib.import_module(f"megatron_dapo.algorithm.objectives.{name}").objective
-    objective = make(config)
+    expected = f"algorithm.objective: {name} must be a class derived from megatron_dapo.algorithm.Objective"
+    try:
+        objective = make(config)
+    except TypeError as error:
+        raise ConfigError(f"{expected}, made from the configuration: TypeError: {error}") from error
     if not isinstance(objective, Objective):
-        raise ConfigError(
-            f"algorithm.objective: {name} must be a class derived from megatron_dapo.algorithm.Objective, "
-            f"but it made a {type(objective).__name__}"
-        )
+        raise ConfigError(f"{expected}, but it made a {type(objective).__name__}")
     return objective
 
 

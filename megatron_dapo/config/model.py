@@ -191,6 +191,7 @@ class ModelShape:
         except FileNotFoundError:
             megatron = (file.parent / "latest_checkpointed_iteration.txt").exists()
             hint = "; a Megatron checkpoint belongs into policy.megatron_checkpoint" if megatron else ""
+            hint = "; first megatron-dapo convert megatron-to-hf" if (file.parent / "checkpoints").exists() else hint
             raise ConfigError(f"{file} not found: {path} is not a HF model directory{hint}") from None
         except OSError as error:
             raise ConfigError(f"{file} cannot be read ({error.strerror})") from None

@@ -130,7 +130,7 @@ def load_prompts(config: PromptFileConfig, tokenizer: Any, max_prompt_tokens: in
 
 
 def _check_usable(report: LoadReport, limit: float) -> None:
-    remedy = "repair the file, or change data.question_column, data.answer_column or rollout.max_prompt_tokens"
+    remedy = "repair it, or change data.question_column, data.answer_column, data.template or rollout.max_prompt_tokens"
     if not report.kept:
         why = f"its {report.rows} rows are unusable ({report.reasons()})" if report.rows else "it has no rows"
         raise DataError(f"nothing usable is left of {report.path}: {why}: {remedy}")

@@ -9,7 +9,7 @@ from megatron_dapo.config import Config, ConfigError, check_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluation.requests import evaluate_sets
 from megatron_dapo.evaluation.results import Evaluation
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import explain, write_atomically
 
 
 def create_output(directory: str | Path) -> Path:
@@ -17,10 +17,10 @@ def create_output(directory: str | Path) -> Path:
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / ".writable", "", fsync=False)
+        write_atomically(folder / ".writable", bytes(1 << 16), fsync=False)
         (folder / ".writable").unlink()
     except OSError as error:
-        raise UserError(f"--out {folder}: cannot write results there: {error.strerror or error}") from None
+        raise UserError(f"--out {folder}: cannot write results there: {explain(error, folder)}") from None
     return folder
 
 
@@ -62,8 +62,11 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
             await engine.close()
 
     found = asyncio.run(main())
-    found.write(folder)
     for name, result in found.results.items():
         console.print(result.table(name))
-    console.print(f"written: results.json and readable responses in {folder}")
+    try:
+        found.write(folder)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot write results there: {explain(error, folder)}") from None
+    console.print(f"written: results.json and readable responses of {config.policy.model} in {folder}")
     return found

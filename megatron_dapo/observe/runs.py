@@ -216,9 +216,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         steps = f"step {row['step']}/{row['total'] or '?'}"
         eta = f"ETA {duration(row['remaining'])}" if row["remaining"] else ""
         cells = [row["name"].ljust(width), steps.ljust(15), eta.ljust(10), percent(row["accuracy"]).rjust(6)]
-        lines.append(printable("  ".join([*cells, str(row["state"])])).rstrip())
+        lines.append(printable("  ".join([*cells, " ".join(str(row["state"]).split())])).rstrip())
         details = {"warning": row["warning"], "settings": "  ".join(f"{k}={v}" for k, v in row["settings"].items())}
-        lines += [printable(f"    {name}: {text[:300]}") for name, text in details.items() if text]
+        lines += [printable(f"    {name}: {text[:299]}{text[299:] and '…'}") for name, text in details.items() if text]
     return "\n".join(lines)
 
 

@@ -275,8 +275,9 @@ def make_server(directories: Sequence[str | Path], port: int = PORT, token: str 
     threading.Thread(target=site.answer, args=("data", {}), daemon=True).start()  # read before the first visit
     try:
         return Server(port, type("RunHandler", (Handler,), {"site": site}), token or secrets.token_urlsafe(16))
-    except OSError as error:
-        raise UserError(f"port {port} cannot be used ({error.strerror}): choose another one with --port") from None
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", error)
+        raise UserError(f"port {port} cannot be used ({why}): choose another one with --port") from None
 
 
 def read_token(file: Path) -> str:

@@ -58,11 +58,13 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
     """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
     recipe: dict[str, Any] = {"policy.model": model, "data.path": data, "algorithm.overlong.penalty": "soft"}
     recipe |= (SMALL if gpus < LARGE else {}) | _machine_settings(gpus)
+    if isinstance(given := apply_overrides({}, settings).get("rollout", {}).get("max_response_tokens"), int):
+        recipe["algorithm.overlong.cache_length"] = max(1, given // 4)
     config = _config(recipe, settings)
     shape = model_shape(config.policy.model)
     room = shape.max_positions - config.rollout.max_prompt_tokens
     lengths = [length for length in SHORTER if length <= room] or SHORTER[-1:]
-    for longest in lengths if gpus < LARGE else (None,):
+    for longest in lengths if gpus < LARGE and given is None else (None,):
         if longest is not None:
             recipe |= {"rollout.max_response_tokens": longest, "algorithm.overlong.cache_length": longest // 4}
         config = _config(recipe, settings)

@@ -249,7 +249,7 @@ class RewardPool(Graders):
         except GraderError as error:
             self._fail(error)
         except Exception:  # e.g. no process or descriptor left: the callers that wait must be told
-            self._fail(GraderError(f"grading cannot go on:\n{traceback.format_exc()}"))
+            self._fail(GraderError(f"grading cannot go on:\n{traceback.format_exc().rstrip()}"))
         finally:
             if process is not None:
                 await process.close()

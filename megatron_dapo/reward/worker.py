@@ -50,7 +50,7 @@ def start(channel: Channel) -> tuple[Grader, Decoder]:
             import math_verify  # noqa: F401  (the import must not count as CPU time of a response)
         _limit_memory(config.memory_mb + MEMORY_HEADROOM_MB)
     except Exception:
-        channel.send({"number": header["number"], "problem": traceback.format_exc()})
+        channel.send({"number": header["number"], "problem": traceback.format_exc().rstrip()})
         sys.exit(1)
     channel.send({"number": header["number"], "problem": "", "pid": os.getpid()})
     return grader, decode
@@ -129,7 +129,7 @@ def _reply(request: Request, grade: Grade, **measured: float) -> Header:
 def _failure(request: Request, error: BaseException) -> Header:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return {"number": request.number, "limit": "memory"}
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error)).rstrip()
     return {"number": request.number, "error": text, "response": request.response[-QUOTED:]}
 
 

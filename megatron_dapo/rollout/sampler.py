@@ -349,7 +349,7 @@ class StepCollector:
         if not self._groups.count(GroupState.KEPT):
             samples = [s for pending in self._groups.ordered(GroupState.REJECTED) for s in pending.group.samples]
             why = [f" (ungraded: {s.grade.reason})" for s in samples if s.grade and s.grade.ungraded and s.grade.reason]
-            message = f"{self._limit_message()}. There is nothing to train on: check the grader and the group filter"
+            message = f"{self._limit_message()}. Check grader and group filter (docs/diagnosis.md#nothing-kept)"
             raise SamplingLimitError(message + (why[-1] if why else ""))
 
     def _limit_message(self) -> str:

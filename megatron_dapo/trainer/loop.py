@@ -275,7 +275,7 @@ class Trainer:
         """All ranks wait until rank 0 finds that the reason is gone. False: it is not after the time limit."""
         self.saves.finish()
         limit = self.config.trainer.heartbeat.stuck
-        safe = f"{self.saves.newest} is safe" if self.saves.newest else "there is no checkpoint yet"
+        safe = f"{self.saves.newest} is safe" if self.saves.newest else "There is no checkpoint yet"
         self.observer.warn(
             f"paused: {why}. {safe}; nothing is lost. The run goes on by itself when there is room, and ends after "
             f"{limit:g} s (trainer.heartbeat.stuck)"

@@ -112,9 +112,10 @@ def _check_enough_prompts(config: Config, data: RunData) -> None:
         needed = int(config.trainer.prompts_per_step * share)
         if needed > len(prompts):
             what = f", {needed} of them from this source" if weights else ""
+            dropped = f" ({why})" if (why := prompts.report.reasons()) else ""
             raise ConfigError(
                 f"trainer.prompts_per_step is {config.trainer.prompts_per_step}{what}, but {prompts.report.path} has "
-                f"only {len(prompts)} usable prompts: a step would repeat prompts; lower it or use more data"
+                f"only {len(prompts)} usable prompts{dropped}: a step would repeat prompts; lower it or use more data"
             )
 
 
@@ -229,7 +230,7 @@ def _check_run_directory(run_dir: Path) -> None:
             clear_the_way(run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         trial = run_dir / "logs" / f".preflight-{os.getpid()}"
-        trial.touch()
+        trial.write_bytes(bytes(1 << 16))
         trial.unlink()
     except OSError as error:
         raise ConfigError(

@@ -88,6 +88,10 @@ def test_a_class_of_the_user_is_an_objective(own):
 def test_what_is_not_an_objective_is_an_error(own):
     with pytest.raises(ConfigError, match=r"python:own_objectives\.f must be a class derived from .*made a float"):
         load_objective(own(lambda config: 0.5))
+    with pytest.raises(
+        ConfigError, match=r"python:own_objectives\.f must be a class derived from .*: TypeError: .*'sums'"
+    ):
+        load_objective(own(lambda config, batch, sums: 0.5))
     with pytest.raises(UserError, match=r"algorithm\.objective: cannot import 'no_such_module_here'"):
         load_objective(AlgorithmConfig(objective="python:no_such_module_here.f"))
     with pytest.raises(UserError, match=r"module 'own_objectives' has no"):

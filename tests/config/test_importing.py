@@ -391,6 +391,21 @@ def test_ppo_of_verl_keeps_its_critic():
     assert settings_of_verl("reinforce_plus_plus", **CRITIC) == {"algorithm.gae.gamma": 0.99}
 
 
+def test_a_run_is_evaluated_before_its_first_step():
+    first = {"trainer.val_before_train": True, "trainer.test_freq": 5}
+    found = convert(Script({**first, "algorithm.adv_estimator": "grpo"}), tools()["verl"])
+    assert "trainer.val_before_train" in [key for key, *_ in found.same] and not found.none
+    found = convert(Script({**first, "trainer.val_before_train": False}), tools()["verl"])
+    assert [key for key, *_ in found.none] == ["trainer.val_before_train"]
+
+
+@pytest.mark.parametrize(("hybrid", "shared"), [(None, True), (True, True), (False, False)])
+def test_engines_of_verl_share_gpus_unless_it_separates_them(hybrid, shared):
+    given = {} if hybrid is None else {"actor_rollout_ref.hybrid_engine": hybrid}
+    found = convert(Script({"algorithm.adv_estimator": "grpo", **given}), tools()["verl"])
+    assert found.settings["rollout.servers.share_gpus"] is shared
+
+
 def test_without_a_critic_its_settings_are_named_as_unread():
     found = convert(Script({"algorithm.adv_estimator": "grpo", **CRITIC, "critic.optim.lr": "$LR"}), tools()["verl"])
     reasons = {key: why for key, _, why in found.same}

@@ -2,6 +2,7 @@
 it trains adapters and adds them to the model."""
 
 import importlib.util
+import resource
 import subprocess
 import sys
 
@@ -49,9 +50,21 @@ def test_a_new_start_removes_only_what_a_quickstart_makes(quickstart, tmp_path):
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(quickstart, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--run-dir", "/proc/mine"])
-    assert quickstart.main() == 2
-    assert "/proc/mine cannot be written" in capsys.readouterr().err
+    for place in ("/proc/mine", __file__):
+        monkeypatch.setattr(sys, "argv", ["quickstart.py", "--run-dir", place])
+        assert quickstart.main() == 2
+        assert f"{place} cannot be written" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_full_disk_is_one_line(quickstart, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--run-dir", str(tmp_path)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert quickstart.main() == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written (File too large)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_passes_its_options_on(monkeypatch):

@@ -69,6 +69,15 @@ def use_every_reader(run):
         one.answer(path, query)
 
 
+def test_a_run_that_failed_with_a_traceback_is_a_line_of_the_list(run):
+    status = STATUS | {"state": "failed: GraderError:\nTraceback (most recent call last):\n  a.py\nKeyError: 'a'"}
+    (run / "logs/status.json").write_text(json.dumps(status))
+    (run / "logs/warnings.log").write_text("w" * 301)
+    first, warning = table(overview({"run": run})).splitlines()
+    assert first.endswith("failed: GraderError: Traceback (most recent call last): a.py KeyError: 'a'")
+    assert warning == f"    warning: {'w' * 299}…"
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_file_of_another_kind_is_skipped(run, name):
     shutil.rmtree(run / "samples")

@@ -72,6 +72,18 @@ def test_sequences_are_not_longer_than_the_model_has_positions(gpus, tmp_path, c
     assert "max_response_tokens is 1536, but the model has 1535 positions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("gpus", ["0", "1", "128"])
+def test_the_length_penalty_follows_the_responses(gpus, capsys):
+    for longest in (8, 400, 3000):
+        given = ["rollout.max_prompt_tokens=500", f"rollout.max_response_tokens={longest}"]
+        assert main(["init", "--model", "Qwen2.5-0.5B", "--data", "p.jsonl", "--gpus", gpus, *given]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["overlong"]["cache_length"] == longest // 4
+    assert (
+        main(["init", "--model", "Qwen2.5-0.5B", "--data", "p.jsonl", *given, "algorithm.overlong.cache_length=9"]) == 0
+    )
+    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["overlong"]["cache_length"] == 9
+
+
 def test_settings_are_part_of_the_file(capsys):
     words = ["init", "--model", "Qwen/Qwen2.5-0.5B", "--data", "p.jsonl", "--slurm", "trainer.steps=7"]
     assert main(words) == 0

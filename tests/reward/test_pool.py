@@ -170,7 +170,8 @@ async def test_a_grader_that_raises_stops_the_run_with_its_traceback():
         assert pool.metrics()["reward/errors"] == 3
         with pytest.raises(GraderError, match="raised 3 times") as caught:
             await pool.grade(prompt("yes"), sample("yes"))
-        assert "hostile_graders.py" in str(caught.value) and "SystemExit" in str(caught.value)
+        assert "hostile_graders.py" in str(caught.value) and "SystemExit" in str(caught.value).splitlines()[-1]
+        assert str(caught.value) == str(caught.value).strip(), "what is added to the message follows on its last line"
 
 
 async def test_errors_of_the_grader_are_forgotten_after_a_while():

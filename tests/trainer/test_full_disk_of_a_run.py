@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 from forked import assert_same, at_point, records, run, run_straight
-from tiny_run import evaluated_config
+from tiny_run import evaluated_config, write_config
 
+from megatron_dapo.cli import main
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe.metrics_file import AppendFile
 from megatron_dapo.observe.observer import Observer
@@ -83,6 +84,32 @@ def test_a_run_without_room_pauses_and_goes_on(fill, update, said, straight, sma
     lines = [line for line in capfd.readouterr().out.splitlines() if "paused: " in line]
     assert len(lines) == 1 and said in lines[0] and ("is safe" in lines[0] or "no checkpoint yet" in lines[0])
     assert_same(small_disk / "run", straight, STEPS)
+
+
+def test_a_command_on_a_full_disk_ends_in_one_line(straight, small_disk, tmp_path, monkeypatch, capsys):
+    """Before the model is loaded, and without leaving an empty file."""
+    fill_bytes(small_disk)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    raw = config(straight[0], small_disk / "run", slurm__gpus_per_node=0)
+    file, output = str(write_config(raw, tmp_path / "run.yaml")), small_disk / "new.yaml"
+    room = "No space left on device (0.00 of 0.01 GB free): delete something there"
+    for words, said in [
+        (["train", file, "--dry-run"], f"trainer.run_dir: {small_disk}/run cannot be written: {room}"),
+        (["slurm", file, "--dry-run"], f"trainer.run_dir: {small_disk}/run cannot be written: {room}"),
+        (
+            ["eval", file, "--out", str(small_disk / "eval")],
+            f"--out {small_disk}/eval: cannot write results there: {room}",
+        ),
+        (
+            ["init", "--model", "Qwen2.5-0.5B", "--data", "d", "--output", str(output)],
+            f"{output} cannot be written: {room}",
+        ),
+        (["examples", str(small_disk / "examples")], "examples cannot be created ([Errno 28] No space left on device"),
+    ]:
+        assert main(words) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("megatron-dapo: ") and said in last
+    assert not output.exists()
 
 
 def fail_from_step(step, code):
