@@ -349,8 +349,8 @@ class StepCollector:
         if not self._groups.count(GroupState.KEPT):
             samples = [s for pending in self._groups.ordered(GroupState.REJECTED) for s in pending.group.samples]
             why = [f" (ungraded: {s.grade.reason})" for s in samples if s.grade and s.grade.ungraded and s.grade.reason]
-            message = f"{self._limit_message()}. Check grader and group filter (docs/diagnosis.md#nothing-kept)"
-            raise SamplingLimitError(message + (why[-1] if why else ""))
+            message = f"{self._limit_message()}. There is nothing to train on{why[-1] if why else ''}: "
+            raise SamplingLimitError(message + "check grader and group filter (docs/diagnosis.md#nothing-kept)")
 
     def _limit_message(self) -> str:
         found = self._accounting

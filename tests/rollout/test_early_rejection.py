@@ -68,7 +68,7 @@ def test_a_batch_without_a_grade_says_why_a_response_is_ungraded():
     async def too_large(prompt, sample):
         return Grade(True, 1e300)
 
-    with pytest.raises(SamplingLimitError, match=r"the group filter \(ungraded: invalid: 1e\+300 is not a number"):
+    with pytest.raises(SamplingLimitError, match=r"train on \(ungraded: invalid: 1e\+300 is not a number"):
         collect(rollout(3, max_generation_batches=1), grade=too_large)
 
 
