@@ -347,6 +347,12 @@ def merge_tensors(shards: Iterable[dict[str, StoredTensor]]) -> dict[str, Stored
     return merged
 
 
+def write_index(directory: Path, file_of: Mapping[str, str], size: int) -> None:
+    """The index of a model in several files: the file of every tensor, and their size in bytes without headers."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
 def _read_index(file: Path) -> dict[str, str]:
     try:
         file_of = json.loads(file.read_bytes())["weight_map"]

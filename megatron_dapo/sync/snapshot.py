@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import mmap
 import os
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.errors import EngineError
-from megatron_dapo.files import file_system, safetensors_header
+from megatron_dapo.files import file_system, safetensors_header, write_index
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, specs_of
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
@@ -258,8 +257,7 @@ class Snapshot:
     def _complete(self, partial: Path, final: Path) -> None:
         for number, image in enumerate(self._kept):
             image.wait() if image.mapped else image.write(_shard(partial, number))
-        index = {"metadata": {"total_size": self._size}, "weight_map": self._index}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        write_index(partial, self._index, self._size)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         self.current = final

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.files import INDEX, SINGLE, safetensors_header
+from megatron_dapo.files import SINGLE, safetensors_header, write_index
 from megatron_dapo.weights.convert import Progress, Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.formats.readers import torch_dtype
@@ -63,8 +63,7 @@ def hf_to_fp8(
                     progress(done, total)
             where |= dict.fromkeys(at, file)
         if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            write_index(directory, where, total)
         notes = copy_side_files(src, directory)
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = quantization_config(weights.stored)

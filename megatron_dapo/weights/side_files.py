@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, StoredTensor, read_safetensors_directory, safetensors_header
+from megatron_dapo.files import SINGLE, StoredTensor, read_safetensors_directory, safetensors_header, write_index
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.locate import HF_FILES, METADATA
@@ -119,17 +119,12 @@ def export_carried(reference: Path, directory: Path, shape: ModelShape) -> tuple
     if weights is None:
         prefixes = " or ".join(f"{prefix}*" for prefix in shape.carried)
         return [], [f"{reference} has no tensors {prefixes}: there are none in the result"] if shape.carried else []
-    index = directory / INDEX
-    if index.exists():
-        known = json.loads(index.read_text())
-    else:  # readers would not look for a second file beside model.safetensors
-        stored = read_safetensors_directory(directory)
+    stored = read_safetensors_directory(directory)
+    file_of = {name: tensor.file.name for name, tensor in stored.items()}
+    if (directory / SINGLE).exists():  # readers would not look for a second file beside it
         (directory / SINGLE).rename(directory / ONLY)
-        size = sum(tensor.nbytes for tensor in stored.values())
-        known = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(stored, ONLY)}
+        file_of = dict.fromkeys(stored, ONLY)
     copied = copy_carried(weights, shape, directory / SHARD)
-    known["metadata"]["total_size"] += sum(tensor.nbytes for tensor in copied)
-    known["weight_map"] |= dict.fromkeys((tensor.name for tensor in copied), SHARD)
-    known["weight_map"] = dict(sorted(known["weight_map"].items()))
-    index.write_text(json.dumps(known, indent=2) + "\n")
+    file_of |= dict.fromkeys((tensor.name for tensor in copied), SHARD)
+    write_index(directory, file_of, sum(tensor.nbytes for tensor in [*stored.values(), *copied]))
     return copied, []

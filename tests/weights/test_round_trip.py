@@ -43,6 +43,8 @@ def test_a_round_trip_is_bit_exact(kind, dtype, tmp_path):
     found = verify(source, tmp_path / "megatron")
     assert found.same  # the reports count what verify compares, also tensors that are not trained
     assert [(r.tensors, r.nbytes) for r in (there, back)] == [(found.tensors, found.nbytes)] * 2
+    index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
+    assert (index["metadata"]["total_size"], index["weight_map"].keys()) == (found.nbytes, after.keys())
     assert ("mtp.fc.weight" in after) == (kind in tiny_qwen.HYBRID)
     vision = kind.startswith("qwen3.5")
     assert any(name.startswith("model.visual.") for name in after) == vision

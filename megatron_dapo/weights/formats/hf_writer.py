@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from megatron_dapo.config.families.tensors import EMBEDDING
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, Dtype, safetensors_header
+from megatron_dapo.files import SINGLE, Dtype, safetensors_header, write_index
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.mapping import HEAD, ParameterMapping, stored_mappings
 from megatron_dapo.weights.names import packed, packing_order
@@ -80,8 +79,7 @@ class HFWriter:
         if len(self._shards) == 1:
             return
         where = {name: self._name(i) for i, shard in enumerate(self._shards) for name, *_ in shard.stored(self._pack)}
-        index = {"metadata": {"total_size": self.weight_bytes}, "weight_map": dict(sorted(where.items()))}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(directory, where, self.weight_bytes)
 
     def _name(self, number: int) -> str:
         if len(self._shards) == 1:
