@@ -177,6 +177,14 @@ def has_room(path: Path, size: int) -> bool:
     return found.f_bavail * found.f_frsize > size and (not found.f_files or found.f_favail > SOME_INODES)
 
 
+def check_writable(folder: Path) -> None:
+    """Creates the folder; raises the OSError that writing files there would raise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trial = folder / f".writable-{os.getpid()}"
+    write_atomically(trial, bytes(1 << 16), fsync=False)  # a full disk has room for an empty file
+    trial.unlink()
+
+
 def existing_parent(path: Path) -> Path:
     """The path itself or its nearest existing parent: the run creates missing folders."""
     path = path.absolute()

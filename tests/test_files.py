@@ -47,6 +47,11 @@ def test_a_kill_during_the_write_leaves_the_old_content(tmp_path):
     assert path.read_text() == "old"
 
 
+def test_the_trial_write_creates_the_folder_and_leaves_no_file(tmp_path):
+    files.check_writable(tmp_path / "new" / "logs")
+    assert os.listdir(tmp_path / "new" / "logs") == []
+
+
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16),
     "empty": torch.empty(0, 5, dtype=torch.int64), "scalar": torch.tensor(7, dtype=torch.int16),

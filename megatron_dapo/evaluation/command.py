@@ -9,16 +9,14 @@ from megatron_dapo.config import Config, ConfigError, check_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluation.requests import evaluate_sets
 from megatron_dapo.evaluation.results import Evaluation
-from megatron_dapo.files import explain, write_atomically
+from megatron_dapo.files import check_writable, explain
 
 
 def create_output(directory: str | Path) -> Path:
     """Creates the output directory and checks that files can be written to it, before anything is generated."""
     folder = Path(directory)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / ".writable", bytes(1 << 16), fsync=False)
-        (folder / ".writable").unlink()
+        check_writable(folder)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot write results there: {explain(error, folder)}") from None
     return folder

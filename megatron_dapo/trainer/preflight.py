@@ -28,7 +28,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
-from megatron_dapo.files import explain, write_atomically
+from megatron_dapo.files import check_writable, explain
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.combined import open_graders
 from megatron_dapo.rollout.agents.functions import load_rollout_function
@@ -228,10 +228,7 @@ def _check_run_directory(run_dir: Path) -> None:
     try:
         if run_dir.is_dir():
             clear_the_way(run_dir)
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        trial = run_dir / "logs" / f".preflight-{os.getpid()}"
-        write_atomically(trial, bytes(1 << 16), fsync=False)  # a full disk has room for an empty file
-        trial.unlink()
+        check_writable(run_dir / "logs")
     except OSError as error:
         raise ConfigError(
             f"trainer.run_dir: {run_dir} cannot be written: {explain(error, run_dir)}, or choose another directory"
