@@ -87,6 +87,22 @@ def write_atomically(path: str | Path, content: bytes | str, *, fsync: bool = Tr
         fsync_path(path.parent)
 
 
+def create_atomically(path: Path, content: str) -> None:
+    """Like `write_atomically` for a new file: if `path` exists, FileExistsError. Of several processes one succeeds."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    write_atomically(temporary, content)
+    try:
+        os.link(temporary, path)
+    except OSError:
+        if os.stat(temporary).st_nlink == 2:
+            return  # NFS: it succeeded, but the reply was lost
+        # It exists, or there are no hard links here; then the file is empty for a moment.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o666))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def fsync_path(path: str | Path) -> None:
     """Flush a file or a directory to disk. File systems that cannot flush directories are tolerated."""
     descriptor = os.open(path, os.O_RDONLY)

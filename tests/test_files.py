@@ -47,6 +47,26 @@ def test_a_kill_during_the_write_leaves_the_old_content(tmp_path):
     assert path.read_text() == "old"
 
 
+def unsupported(*names):
+    raise OSError(95, "Operation not supported")
+
+
+def repeated(*names, link=os.link):
+    """As NFS when a reply is lost."""
+    link(*names)
+    link(*names)
+
+
+@pytest.mark.parametrize("link", [os.link, unsupported, repeated])
+def test_a_file_is_created_once(tmp_path, monkeypatch, link):
+    monkeypatch.setattr(os, "link", link)
+    path = tmp_path / "run.yaml"
+    files.create_atomically(path, "first")
+    with pytest.raises(FileExistsError):
+        files.create_atomically(path, "second")
+    assert path.read_text() == "first" and os.listdir(tmp_path) == ["run.yaml"]
+
+
 def test_the_trial_write_creates_the_folder_and_leaves_no_file(tmp_path):
     files.check_writable(tmp_path / "new" / "logs")
     assert os.listdir(tmp_path / "new" / "logs") == []

@@ -20,7 +20,7 @@ from megatron_dapo.config.megatron_fields import OWNED, REFUSED, found_in
 from megatron_dapo.config.other_names import Row, Tool, plain, tools
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.scripts import Script, read_script
-from megatron_dapo.files import explain, write_atomically
+from megatron_dapo.files import create_atomically, explain
 
 Entry = tuple[str, Any, str]  # their key, its value, and why
 # Keys of ours whose null is a value rather than a sign that nothing is to be written.
@@ -501,10 +501,10 @@ def write_or_print(text: str, output: str | None) -> None:
     if output is None:
         print(text, end="")
         return
-    if Path(output).exists():
-        raise ConfigError(f"{output} exists: name a new file")
     try:
-        write_atomically(output, text)
+        create_atomically(Path(output), text)
+    except FileExistsError:
+        raise ConfigError(f"{output} exists: name a new file") from None
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {explain(error, output)}") from None
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_dapo.checkpoints.run_dir import heal
 from megatron_dapo.errors import LockLost, UserError
-from megatron_dapo.files import explain, set_aside, write_atomically
+from megatron_dapo.files import create_atomically, explain, set_aside, write_atomically
 
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 90.0
@@ -172,31 +172,11 @@ class RunLock:
         )
 
     def _create(self, number: int) -> bool:
-        """Atomic, also where many processes on many machines try. The content is complete when the name appears."""
-        temporary = self._folder / f".{self._me.token}.part"
-        write_atomically(temporary, json.dumps(asdict(self._me)))
+        """Atomic, also where many processes on many machines try."""
         try:
-            os.link(temporary, self._path(number))
+            create_atomically(self._path(number), json.dumps(asdict(self._me)))
         except FileExistsError:
             return False
-        except OSError:
-            if os.stat(temporary).st_nlink == 2:  # NFS: it succeeded, but the reply was lost
-                return True
-            return self._create_without_links(number)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
-
-    def _create_without_links(self, number: int) -> bool:
-        """For file systems that have no hard links. A reader that finds the file empty tries again."""
-        try:
-            descriptor = os.open(self._path(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return False
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps(asdict(self._me)))
-            file.flush()
-            os.fsync(file.fileno())
         return True
 
     def _remove_older(self) -> None:

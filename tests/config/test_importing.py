@@ -3,14 +3,24 @@
 pytest tests/config/test_importing.py -s -k table    # prints what becomes of every script's settings
 """
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_dapo.cli import main
-from megatron_dapo.config import load_config
-from megatron_dapo.config.importing import UNITS, convert, import_file, nested, problem_with, recognise, render
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config.importing import (
+    UNITS,
+    convert,
+    import_file,
+    nested,
+    problem_with,
+    recognise,
+    render,
+    write_or_print,
+)
 from megatron_dapo.config.other_names import tools
 from megatron_dapo.config.scripts import Script, read_script
 
@@ -346,6 +356,14 @@ def test_the_command_writes_a_configuration_that_names_everything(tmp_path, caps
     assert nested(import_file(tmp_path / "run.sh").settings) == yaml.safe_load(text)
     assert main(["import", str(tmp_path / "run.sh"), "--output", str(output)]) == 2
     assert "name a new file" in capsys.readouterr().err
+
+
+def test_a_file_that_appears_during_the_write_is_not_replaced(tmp_path, monkeypatch):
+    output = tmp_path / "run.yaml"
+    monkeypatch.setattr(os, "fsync", lambda _: output.write_text("theirs"))
+    with pytest.raises(ConfigError, match=r"run\.yaml exists: name a new file"):
+        write_or_print("ours", str(output))
+    assert output.read_text() == "theirs" and os.listdir(tmp_path) == ["run.yaml"]
 
 
 @pytest.mark.parametrize(
