@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -81,9 +82,10 @@ def load_objective(config: AlgorithmConfig) -> Objective:
         make = importlib.import_module(f"megatron_dapo.algorithm.objectives.{name}").objective
     expected = f"algorithm.objective: {name} must be a class derived from megatron_dapo.algorithm.Objective"
     try:
-        objective = make(config)
+        inspect.signature(make).bind(config)
     except TypeError as error:
-        raise ConfigError(f"{expected}, made from the configuration: TypeError: {error}") from error
+        raise ConfigError(f"{expected}, made from the configuration: {error}") from error
+    objective = make(config)
     if not isinstance(objective, Objective):
         raise ConfigError(f"{expected}, but it made a {type(objective).__name__}")
     return objective

@@ -89,14 +89,25 @@ def test_what_is_not_an_objective_is_an_error(own):
     with pytest.raises(ConfigError, match=r"python:own_objectives\.f must be a class derived from .*made a float"):
         load_objective(own(lambda config: 0.5))
     with pytest.raises(
-        ConfigError, match=r"python:own_objectives\.f must be a class derived from .*: TypeError: .*'sums'"
+        ConfigError, match=r"python:own_objectives\.f must be a class derived from .*: missing .* argument: 'batch'"
     ):
-        load_objective(own(lambda config, batch, sums: 0.5))
+        load_objective(own(lambda config, batch: 0.5))
     with pytest.raises(UserError, match=r"algorithm\.objective: cannot import 'no_such_module_here'"):
         load_objective(AlgorithmConfig(objective="python:no_such_module_here.f"))
     with pytest.raises(UserError, match=r"module 'own_objectives' has no"):
         own(Reinforce)
         load_objective(AlgorithmConfig(objective="python:own_objectives.g"))
+
+
+def test_an_error_of_its_constructor_keeps_its_type_and_traceback(own):
+    class WithAnError(Reinforce):
+        def __init__(self, config):
+            super().__init__(config)
+            self.margin = config.clip_low + "0.1"
+
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        load_objective(own(WithAnError))
+    assert raised.traceback[-1].path.name == "test_objectives.py"
 
 
 # ---- options ----
