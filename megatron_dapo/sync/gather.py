@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_dapo import fault_points
-from megatron_dapo.config.families.tensors import OUTPUT
+from megatron_dapo.config.families.tensors import OUTPUT, Split
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.rollout import Quantization, Senders
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, wait_for_readers
@@ -101,9 +101,9 @@ class WeightBuckets:
     def _exchange_shapes(self, position: RankPosition) -> dict[str, list[_Shard]]:
         """All ranks learn which rank holds which shard, and its shape."""
         held = {
-            name: (position.split(self._mappings[name])[0], tuple(parameter.shape), parameter.dtype)
+            name: (position.split(m)[0] if m.split is not Split.NONE else 0, tuple(parameter.shape), parameter.dtype)
             for name, parameter in self._mine.items()
-            if name in self._mappings
+            if (m := self._mappings.get(name))
         }
         everyone: list[dict[str, tuple[int, tuple[int, ...], torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, held)

@@ -51,6 +51,22 @@ def test_buckets_are_the_hf_tensors_bit_for_bit(layout, model):
         assert all(bucket == [] for buckets in rounds for bucket in buckets)
 
 
+def tensors_exchanged(place, layout, model):
+    """What this rank sends and receives in one update."""
+    config = selfcheck_config(LayoutSpec.parse(layout))
+    policy = Policy(config, synthetic_shape(model), initialize(config.policy, rendezvous=place))
+    weights, exchange, found = policy.weight_buckets(), gather.dist.batch_isend_irecv, []
+    gather.dist.batch_isend_irecv = lambda operations: found.extend(operations) or exchange(operations)
+    list(weights.buckets())
+    return len(found)
+
+
+def test_tensors_that_are_not_split_stay_on_their_rank():
+    """Split in each of four layers: QKV's weight and bias, projection, both of the MLP; then embedding and output.
+    Not split: nine norms."""
+    assert run_ranks(2, tensors_exchanged, "tp2", "dense") == [4 * 5 + 2] * 2
+
+
 def test_a_shard_that_no_rank_holds_is_an_error(monkeypatch):
     with pytest.raises(Exception, match="cannot be assembled"):
         run_ranks(1, without_one_parameter)
