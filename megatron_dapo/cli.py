@@ -291,7 +291,7 @@ def _add_eval(sub: Commands) -> None:
         settings = [f"{key}={value}" for key, value in short.items() if value is not None]
         settings += ["evaluate.data.sources=[]"] if args.data is not None else []  # it replaces those of the file
         config = for_this_machine(load_config(args.config, [*args.set, *settings]), args.config)
-        run(config, args.out or f"{config.trainer.run_dir}/eval", args.seed)
+        run(config, args.out, args.seed)
         return 0
 
     parser = add_command(
@@ -304,7 +304,7 @@ def _add_eval(sub: Commands) -> None:
     parser.add_argument("--model", metavar="DIR", help="HF directory or name on the hub (policy.model)")
     parser.add_argument("--data", metavar="FILE", help="benchmark, jsonl or parquet (evaluate.data.path)")
     parser.add_argument("--samples", type=int, metavar="K", help="responses per problem (evaluate.samples)")
-    parser.add_argument("--out", metavar="DIR", help="for results.json and responses/ (default: RUN_DIR/eval)")
+    parser.add_argument("--out", metavar="DIR", help="results.json and responses/ (default: RUN_DIR/eval, eval_2, …)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the responses (default 0)")
 
 

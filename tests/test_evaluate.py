@@ -15,6 +15,7 @@ from megatron_dapo.config.data import EvalConfig, RewardConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluation import EvaluationError, ProblemResult, Response, evaluate_sets, majority, summarise
+from megatron_dapo.evaluation.command import create_output
 from megatron_dapo.evaluation.results import EvalResult
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
@@ -404,6 +405,14 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+def test_the_default_folder_is_the_first_without_results(tmp_path):
+    for _ in range(2):  # the first evaluation failed
+        assert create_output(None, str(tmp_path)) == tmp_path / "eval"
+    (tmp_path / "eval" / "aime24").mkdir()
+    (tmp_path / "eval" / "aime24" / "results.json").touch()
+    assert create_output(None, str(tmp_path)) == tmp_path / "eval_2"
+
+
 def fail_to_write(self, folder):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -446,7 +455,9 @@ def test_the_command(tmp_path, tiny_model, capsys, monkeypatch):
     with data.open("a") as file:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
     assert main([*arguments, "--set", "rollout.max_prompt_tokens=20"]) == 0
-    assert "conflicting answers to '[INST]1+1=[/INST]'" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "conflicting answers to '[INST]1+1=[/INST]'" in shown and shown.endswith("/run/eval_2")
+    assert json.loads((tmp_path / "run" / "eval" / "results.json").read_text()) == first
     assert main([*arguments, "--model", "/nowhere"]) == 2
     assert "policy.model: /nowhere is not a directory" in capsys.readouterr().err
     closed = ["--set", "rollout.engine=sglang", "--set", "rollout.servers.urls=['http://127.0.0.1:9']"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from pathlib import Path
 
 from megatron_dapo.config import Config, ConfigError, check_config
@@ -12,9 +13,10 @@ from megatron_dapo.evaluation.results import Evaluation
 from megatron_dapo.files import check_writable, explain
 
 
-def create_output(directory: str | Path) -> Path:
-    """Creates the output directory and checks that files can be written to it, before anything is generated."""
-    folder = Path(directory)
+def create_output(out: str | Path | None, run_dir: str) -> Path:
+    """Creates `out` (default: `run_dir`/eval, or eval_2, … if it has results); checks that files can be written."""
+    folders = (Path(run_dir, f"eval_{number}" if number > 1 else "eval") for number in count(1))
+    folder = Path(out or next(folder for folder in folders if not any(folder.glob("**/results.json"))))
     try:
         check_writable(folder)
     except OSError as error:
@@ -22,7 +24,7 @@ def create_output(directory: str | Path) -> Path:
     return folder
 
 
-def run(config: Config, out: str | Path, seed: int) -> Evaluation:
+def run(config: Config, out: str | Path | None, seed: int) -> Evaluation:
     """Loads the benchmarks and the policy, evaluates, writes `out` and prints a table for each benchmark."""
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -38,7 +40,8 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
     files = config.evaluate.data.files
     if not files:
         raise ConfigError("evaluate.data.path is empty: name the problems to evaluate")
-    folder, console, settings = create_output(out), Console(markup=False, emoji=False), config.resolved_evaluate
+    folder, settings = create_output(out, config.trainer.run_dir), config.resolved_evaluate
+    console = Console(markup=False, emoji=False)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     function = load_rollout_function(config.rollout, tokenizer)
     sets = {name: load_prompts(file, tokenizer, config.rollout.max_prompt_tokens) for name, file in files.items()}
