@@ -83,7 +83,7 @@ def load_objective(config: AlgorithmConfig) -> Objective:
     expected = f"algorithm.objective: {name} must be a class derived from megatron_dapo.algorithm.Objective"
     try:
         inspect.signature(make).bind(config)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{expected}, made from the configuration: {error}") from error
     objective = make(config)
     if not isinstance(objective, Objective):

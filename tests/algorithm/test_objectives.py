@@ -92,6 +92,8 @@ def test_what_is_not_an_objective_is_an_error(own):
         ConfigError, match=r"python:own_objectives\.f must be a class derived from .*: missing .* argument: 'batch'"
     ):
         load_objective(own(lambda config, batch: 0.5))
+    with pytest.raises(ConfigError, match="made from the configuration: no signature found"):
+        load_objective(own(dict))
     with pytest.raises(UserError, match=r"algorithm\.objective: cannot import 'no_such_module_here'"):
         load_objective(AlgorithmConfig(objective="python:no_such_module_here.f"))
     with pytest.raises(UserError, match=r"module 'own_objectives' has no"):
