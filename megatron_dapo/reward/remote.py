@@ -244,7 +244,7 @@ class HttpReward(RemoteGrader):
             for item in batch:
                 if not item.future.done():
                     item.future.set_exception(error)
-            raise
+            return
         for item, grade in zip(batch, grades, strict=True):
             if item.future.done():
                 continue

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_dapo.algorithm.filtering import EarlyRejection
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import ForeignWeightsError, Generator
+from megatron_dapo.engines.protocol import Generator
 from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.accounting import GroupEvents
 from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
@@ -42,14 +42,10 @@ class GroupRunner:
     requests: int = 0  # rollouts that need the engine: not complete, and not waiting for a tool between two turns
     _request_ids: dict[int, set[str]] = field(default_factory=dict)  # in the engine, by the group's serial
     _conversations: dict[asyncio.Task[Grade | None], tuple[PendingGroup, Conversation]] = field(default_factory=dict)
-    _grading: set[asyncio.Future[Grade]] = field(default_factory=set)
+    _awaited: set[asyncio.Future[Grade]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._generation = Generation(self.engine, self.config, self.events)
-
-    @property
-    def running(self) -> int:
-        return self._generation.running
+        self.generation = Generation(self.engine, self.config, self.events)
 
     @property
     def per_request(self) -> float:
@@ -59,13 +55,9 @@ class GroupRunner:
             return 1.0
         return max(1.0, len(self._conversations) / max(1, self.requests))
 
-    @property
-    def foreign_weights(self) -> asyncio.Future[ForeignWeightsError]:
-        return self._generation.foreign_weights
-
     def stop(self) -> None:
         """May be called again: a rollout function is cancelled while it does not generate."""
-        self._generation.stopping = True
+        self.generation.stopping = True
         self._cancel_functions(lambda pending: True)
 
     def interrupt(self) -> None:
@@ -73,10 +65,10 @@ class GroupRunner:
         for _, conversation in self._conversations.values():
             conversation.interrupted = True
 
-    def stop_grading(self) -> None:
-        """Samples whose grades are not there yet stay ungraded; the next step grades them."""
-        for grading in self._grading:
-            grading.cancel()
+    def leave_grading(self) -> None:
+        """Samples are still being graded, and the next step takes their grades."""
+        for awaited in self._awaited:
+            awaited.cancel()
 
     def _cancel_functions(self, ended: Callable[[PendingGroup], object]) -> None:
         for task, (pending, conversation) in self._conversations.items():
@@ -106,24 +98,27 @@ class GroupRunner:
                 raise result
 
     async def _run_rollout(self, pending: PendingGroup, samples: list[Sample]) -> None:
-        conversation, grade = pending.ungraded.pop(samples[0].index, None), None
-        load = _EngineLoad(self)
+        conversation, grading = pending.being_graded.pop(samples[0].index, (None, None))
+        grade, load = None, _EngineLoad(self)
         try:
-            if self.function is None:
+            if grading is not None:
+                complete = True
+            elif self.function is None:
                 if samples[0].turns:  # of a rollout function that the configuration no longer names
                     self._restart(pending, samples)
-                complete = await self._generate(pending, samples[0])
-            elif conversation is not None and conversation.samples[0] is samples[0]:
-                complete = True
+                request = self.generation.whole_response(samples[0], _name(pending, samples[0]))
+                complete = await self._extend(pending, samples[0], request)
             else:
                 complete, conversation, grade = await self._converse(pending, samples, self.function, load)
         finally:
             load.set(False)
         if not complete:
             return
-        if grade is None and (grade := await self._graded(pending.group.prompt, samples[-1])) is None:
-            pending.ungraded[samples[0].index] = conversation
-            return
+        if grade is None:
+            grading = grading or asyncio.ensure_future(self.grade(pending.group.prompt, samples[-1]))
+            if (grade := await self._awaited_grade(grading)) is None:
+                pending.being_graded[samples[0].index] = conversation, grading
+                return
         given, grade = grade, grade.checked()
         if conversation is not None:
             grade = with_rewards(grade, conversation)
@@ -137,27 +132,22 @@ class GroupRunner:
             self._cancel_functions(lambda other: other is pending)
             await asyncio.gather(*(self.engine.abort(name) for name in self._request_ids[pending.serial]))
 
-    async def _graded(self, prompt: Prompt, sample: Sample) -> Grade | None:
-        """None after `stop_grading`."""
-        grading = asyncio.ensure_future(self.grade(prompt, sample))
-        self._grading.add(grading)
+    async def _awaited_grade(self, grading: asyncio.Future[Grade]) -> Grade | None:
+        """None after `leave_grading`."""
+        awaited = asyncio.shield(grading)
+        self._awaited.add(awaited)
         try:
-            return await grading
+            return await awaited
         except asyncio.CancelledError:
-            if self._generation.stopping:
+            if self.generation.stopping:
                 return None
             raise
         finally:
-            self._grading.discard(grading)
-
-    async def _generate(self, pending: PendingGroup, sample: Sample) -> bool:
-        """Whether the response is complete."""
-        request = self._generation.whole_response(sample, _name(pending, sample))
-        return await self._extend(pending, sample, request)
+            self._awaited.discard(awaited)
 
     async def _extend(self, pending: PendingGroup, sample: Sample, request: TurnRequest) -> bool:
         requests = self._request_ids[pending.serial]
-        return await self._generation.generate(sample, request, pending, requests)
+        return await self.generation.generate(sample, request, pending, requests)
 
     async def _converse(
         self, pending: PendingGroup, samples: list[Sample], function: RolloutFunction, load: _EngineLoad
@@ -182,7 +172,7 @@ class GroupRunner:
             except ReplayMismatch:
                 self._restart(pending, samples)
             except asyncio.CancelledError:
-                if self._generation.stopping or pending.rejected:
+                if self.generation.stopping or pending.rejected:
                     return False, None, None
                 raise
             finally:
@@ -194,7 +184,7 @@ class GroupRunner:
     ) -> bool:
         load.set(True)
         try:
-            return not self._generation.stopping and await self._extend(pending, sample, request)
+            return not self.generation.stopping and await self._extend(pending, sample, request)
         finally:
             load.set(False)
 
@@ -237,7 +227,7 @@ def _name(pending: PendingGroup, sample: Sample) -> str:
 
 ABORT_REPEAT = 1.0  # seconds between two aborts: a request may have reached the engine after the first
 ABORT_TIMEOUT = 120.0
-GRADING_TIMEOUT = 5.0  # seconds that grades have after an abort: their step, or a run that ends, waits for them
+GRADING_TIMEOUT = 5.0  # seconds that a run that ends waits for grades
 
 
 class RunningGroups:
@@ -250,7 +240,7 @@ class RunningGroups:
         self._tasks: dict[asyncio.Task[None], PendingGroup] = {}
         self._ended: deque[asyncio.Task[None]] = deque()
         self._changed = runner.events.changed
-        runner.foreign_weights.add_done_callback(lambda _: self._changed.set())
+        runner.generation.foreign_weights.add_done_callback(lambda _: self._changed.set())
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -276,20 +266,20 @@ class RunningGroups:
                 f"{names}"
             ) from None
         self._changed.clear()
-        if self._runner.foreign_weights.done():
-            raise self._runner.foreign_weights.result()
+        if self._runner.generation.foreign_weights.done():
+            raise self._runner.generation.foreign_weights.result()
         return self._take_ended()
 
-    async def abort(self, *, keeps_ungraded: bool = True) -> list[Ended]:
-        """Aborts all requests and waits until every group has ended; returns them. `keeps_ungraded`: what is generated
-        and has no grade yet is not lost, so grades need not be awaited."""
+    async def abort(self, *, grading_timeout: float = GRADING_TIMEOUT) -> list[Ended]:
+        """Aborts all requests and waits until every group has ended; returns them. Samples that are being graded after
+        `grading_timeout` stay unfinished."""
         ended = self._take_ended()
         clock = asyncio.get_running_loop().time
         began = clock()
         self._runner.stop()
         while self._tasks:
-            if keeps_ungraded and clock() > began + GRADING_TIMEOUT:
-                self._runner.stop_grading()
+            if clock() > began + grading_timeout:
+                self._runner.leave_grading()
             if clock() > began + ABORT_TIMEOUT:
                 raise EngineError(
                     f"step {self._step}: {len(self._tasks)} groups did not end within {ABORT_TIMEOUT:.0f} s after "

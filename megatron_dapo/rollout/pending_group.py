@@ -6,6 +6,7 @@ two lists nor counted in both.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections import Counter
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from typing import Any
 
 from megatron_dapo.rollout.accounting import StepAccounting
 from megatron_dapo.rollout.fill_policy import YieldEstimate
-from megatron_dapo.types import FinishReason, Group, Prompt, Sample, as_logprobs, as_tokens
+from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
 
 
 class GroupState(Enum):
@@ -38,8 +39,8 @@ class PendingGroup:
     step: int
     group: Group
     rejected: str | None = None  # why the filter rejects it although samples may be unfinished; not saved
-    # The conversations of rollouts whose function has returned and that have no grade yet, by index; not saved.
-    ungraded: dict[int, Any] = field(default_factory=dict)
+    # Complete rollouts that the next step takes over: their conversations and grades to come, by index; not saved.
+    being_graded: dict[int, tuple[Any, asyncio.Future[Grade]]] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

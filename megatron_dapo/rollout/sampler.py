@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -104,6 +105,12 @@ class Sampler:
         if self._collecting:
             raise RuntimeError("state() was called while a batch is being collected: cancel it or wait for it first")
         return self._carry_over.to_state() | {"unchanged_to": self.unchanged_to}
+
+    def close(self) -> None:
+        """Ends the grading that goes on between two steps."""
+        for pending in self._carry_over.unfinished:
+            for _, grading in pending.being_graded.values():
+                grading.cancel()
 
     def restore(self, state: dict[str, Any]) -> None:
         self._carry_over, self.unchanged_to = CarryOver.from_state(state), state.get("unchanged_to", 0)
@@ -368,8 +375,8 @@ class StepCollector:
                 self._note_ended(await self._running.wait())
                 self._report()
         elif self._running:
-            keeps = self._options.unfinished == "continue"
-            self._note_ended(await self._running.abort(keeps_ungraded=keeps))
+            carries = self._options.unfinished == "continue"
+            self._note_ended(await self._running.abort(grading_timeout=0.0 if carries else math.inf))
             undecided = [p for p in self._groups.ordered(*UNDECIDED) if not p.rejected]
             self._accounting.interrupt(sample for pending in undecided for sample in pending.unfinished_samples)
         for pending in self._groups.ordered(GroupState.ENDED):
@@ -406,7 +413,7 @@ class StepCollector:
                 continue
             if self._options.unfinished == "restart":
                 self._accounting.wasted_tokens += pending.tokens
-                pending.group.samples = []
+                pending.group.samples, pending.being_graded = [], {}
             self._accounting.carry(self._group_size)
             carried.append(pending)
         return carried
@@ -453,7 +460,7 @@ class StepCollector:
                 SamplerProgress(
                     step=self._step, needed=self._needed, kept=self._groups.count(GroupState.KEPT),
                     dropped={reason: n for reason, n in self._accounting.dropped_groups.items() if n},
-                    in_flight=self._groups.count(*UNDECIDED), running_requests=self._runner.running,
+                    in_flight=self._groups.count(*UNDECIDED), running_requests=self._runner.generation.running,
                     finished_samples=self._accounting.finished_samples,
                     response_tokens=self._accounting.response_tokens, seconds=self._clock() - self._began,
                 )

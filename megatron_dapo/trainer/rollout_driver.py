@@ -214,6 +214,7 @@ class RolloutDriver:
             on_decided=self.cursor.record,
             function=self._function,
         )
+        closing.callback(self._sampler.close)
 
     async def _show_start(self, logs: Path) -> None:
         """Until cancelled: how long the engines have been starting, and what their log says."""
