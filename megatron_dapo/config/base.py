@@ -234,6 +234,13 @@ def hide_secrets(text: str) -> str:
     return _PARAMETER.sub(hide, _LOGIN.sub("***@", text))
 
 
+def key_of(setting: str, variable: str | None) -> str | None:
+    """The key in the environment variable that the setting names, if it names one."""
+    if variable and not os.environ.get(variable):
+        raise ConfigError(f"{setting} names the environment variable {variable}, which is not set: export it")
+    return os.environ[variable] if variable else None
+
+
 def is_secret(name: str) -> bool:
     return SECRET.search(name.replace("-", "_")) is not None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from itertools import count
 import numpy as np
 
 from megatron_dapo.config.algorithm import DistillationConfig
+from megatron_dapo.config.base import key_of
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import LogProbs, Sample, Tokens, as_logprobs
 
@@ -72,13 +72,7 @@ class SGLangScorer:
     def __init__(self, config: DistillationConfig) -> None:
         from megatron_dapo.engines.sglang.http import Connection
 
-        key = None
-        if config.api_key_env:
-            key = os.environ.get(config.api_key_env)
-            if not key:
-                raise EngineError(
-                    f"algorithm.distillation.api_key_env names {config.api_key_env}, which is not set: export it"
-                )
+        key = key_of("algorithm.distillation.api_key_env", config.api_key_env)
         self._servers = [Connection(url, api_key=key, timeout=config.timeout) for url in config.urls]
         self._turn = count()
 

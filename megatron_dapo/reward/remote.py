@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
 import secrets
@@ -23,6 +22,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from megatron_dapo.config.base import key_of
 from megatron_dapo.config.data import RemoteConfig, RewardConfig
 from megatron_dapo.reward.grader import GraderError, Graders, Scores
 from megatron_dapo.types import Grade, Prompt, Sample
@@ -61,13 +61,7 @@ class RemoteServer:
         self.retries = 0
 
     async def open(self) -> None:
-        name = self._config.api_key_env
-        if name:
-            self._secret = os.environ.get(name, "")
-            if not self._secret:
-                raise GraderError(
-                    f"{self._key}.api_key_env names {name}, which is not set in the environment: export it"
-                )
+        self._secret = key_of(f"{self._key}.api_key_env", self._config.api_key_env) or ""
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=self._config.timeout), connector=aiohttp.TCPConnector(limit=0)
         )

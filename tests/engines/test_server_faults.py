@@ -13,7 +13,7 @@ from faults import PROMPT, Texts, connect, fill_batch, settings
 from simulation import Prompts
 
 from megatron_dapo.engines.protocol import SamplingParams
-from megatron_dapo.errors import EngineError
+from megatron_dapo.errors import ConfigError, EngineError
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, as_tokens
@@ -227,7 +227,7 @@ async def test_keys_are_sent_and_a_missing_one_is_an_error(monkeypatch):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     config = settings(api_key_env="TEST_API_KEY", admin_key_env="TEST_ADMIN_KEY")
-    with pytest.raises(EngineError, match="TEST_API_KEY, which is not set"):
+    with pytest.raises(ConfigError, match="TEST_API_KEY, which is not set"):
         await connect_engine([url], config)
     monkeypatch.setenv("TEST_API_KEY", "one")
     monkeypatch.setenv("TEST_ADMIN_KEY", "two")

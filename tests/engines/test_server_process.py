@@ -25,7 +25,7 @@ from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.client import EXACT_ARGUMENTS, IN_SERVER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
 from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command
-from megatron_dapo.errors import EngineError
+from megatron_dapo.errors import ConfigError, EngineError
 from megatron_dapo.processes import supervisor
 from megatron_dapo.processes.supervised import members
 
@@ -192,7 +192,7 @@ def test_every_started_server_has_a_key(monkeypatch, tmp_path):
         "admin-api-key=TWO",
     ]
     monkeypatch.delenv("TWO")
-    with pytest.raises(EngineError, match="TWO, which is not set"):
+    with pytest.raises(ConfigError, match="TWO, which is not set"):
         ServerProcess("", chosen, 0, tmp_path)
 
 

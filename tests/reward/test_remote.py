@@ -11,6 +11,7 @@ from aiohttp import web
 from test_pool import prompt, sample
 
 from megatron_dapo.config.data import RewardConfig
+from megatron_dapo.errors import ConfigError
 from megatron_dapo.reward.combined import open_graders
 from megatron_dapo.reward.grader import GraderError
 from megatron_dapo.types import Grade
@@ -182,7 +183,7 @@ def test_the_secret_is_sent_and_appears_nowhere_else(monkeypatch):
 
 def test_a_secret_that_is_not_set_is_an_error_at_the_start(monkeypatch):
     monkeypatch.delenv("GRADER_TOKEN", raising=False)
-    with pytest.raises(GraderError, match=r"reward.http.api_key_env names GRADER_TOKEN, which is not set"):
+    with pytest.raises(ConfigError, match=r"reward.http.api_key_env names the .* GRADER_TOKEN, which is not set"):
         run_http(scores, ["1"], api_key_env="GRADER_TOKEN")
 
 

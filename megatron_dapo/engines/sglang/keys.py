@@ -6,15 +6,15 @@ in environment variables, which only its owner can read; run_with_keys.py passes
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_dapo.config.base import key_of
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.errors import EngineError
 
 API_KEY_VARIABLE = "MEGATRON_DAPO_API_KEY"
+API_KEY_SETTING, ADMIN_KEY_SETTING = "rollout.servers.api_key_env", "rollout.servers.admin_key_env"
 RUN_WITH_KEYS = Path(__file__).with_name("run_with_keys.py")
 
 
@@ -27,14 +27,13 @@ class Keys:
 
     @classmethod
     def of_external_servers(cls, config: ServerConfig) -> Keys:
-        return cls(_from_environment(config.api_key_env), _from_environment(config.admin_key_env))
+        return cls(key_of(API_KEY_SETTING, config.api_key_env), key_of(ADMIN_KEY_SETTING, config.admin_key_env))
 
     @classmethod
     def of_started_servers(cls, config: ServerConfig) -> Keys:
         """A random key unless the configuration names one: a server without a key obeys every user of the machine."""
-        return cls(
-            _from_environment(config.api_key_env) or secrets.token_hex(24), _from_environment(config.admin_key_env)
-        )
+        api = key_of(API_KEY_SETTING, config.api_key_env) or secrets.token_hex(24)
+        return cls(api, key_of(ADMIN_KEY_SETTING, config.admin_key_env))
 
     def environment(self, config: ServerConfig) -> dict[str, str]:
         """For the process of a server whose command is `command_with_keys`."""
@@ -56,12 +55,3 @@ def command_with_keys(python: str, module: str, variables: dict[str, str], *, ha
     options = [word for option, variable in variables.items() for word in ("--key-from", f"{option}={variable}")]
     wrapper = ["-m", "megatron_dapo.engines.sglang.run_with_keys"] if has_package else [str(RUN_WITH_KEYS)]
     return [python, *wrapper, module, *options]
-
-
-def _from_environment(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise EngineError(f"rollout.servers names the key in the environment variable {variable}, which is not set")
-    return key
