@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -29,36 +30,42 @@ class Teacher:
     def __init__(self, scorer: SGLangScorer | TransformersScorer, config: DistillationConfig) -> None:
         self._scorer = scorer
         self._config = config
+        self._places = asyncio.Semaphore(config.concurrency)
+        self._running: dict[int, asyncio.Task[None]] = {}  # by the sample's id
+
+    def begin(self, samples: Iterable[Sample]) -> None:
+        """Scores those that have no log-probs yet, in the background."""
+        for sample in samples:
+            if sample.teacher_logprobs is None and sample.length and id(sample) not in self._running:
+                task = self._running[id(sample)] = asyncio.ensure_future(self._score(sample))
+                task.add_done_callback(partial(self._running.pop, id(sample)))
 
     async def score(
         self, samples: Sequence[Sample], on_progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Scores those that have no log-probs yet; returns metrics."""
-        started, places = time.monotonic(), asyncio.Semaphore(self._config.concurrency)
-
-        async def one(sample: Sample) -> None:
-            async with places:
-                sample.teacher_logprobs = await self._score(sample)
-                on_progress()
-
-        todo = [sample for sample in samples if sample.teacher_logprobs is None and sample.length]
-        async with asyncio.TaskGroup() as group:
-            for sample in todo:
-                group.create_task(one(sample))
+        started = time.monotonic()
+        self.begin(samples)
+        for scored in asyncio.as_completed([self._running[id(s)] for s in samples if id(s) in self._running]):
+            await scored
+            on_progress()
         return {"distillation/seconds": time.monotonic() - started}
 
-    async def _score(self, sample: Sample) -> LogProbs | None:
+    async def _score(self, sample: Sample) -> None:
         for failures in range(self._config.retries + 1):
             try:
-                return await self._scorer.logprobs(sample.prompt_tokens, sample.response_tokens)
+                async with self._places:
+                    sample.teacher_logprobs = await self._scorer.logprobs(sample.prompt_tokens, sample.response_tokens)
+                return
             except EngineError as error:
                 last = error
             if failures < self._config.retries:
                 await asyncio.sleep(PAUSE * 2**failures)
         log.warning("sample %s#%d has no log-probs of the teacher: %s", sample.prompt_id, sample.index, last)
-        return None
 
     async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
         await self._scorer.close()
 
 

@@ -42,7 +42,7 @@ from megatron_dapo.rollout.pending_group import (
     PendingGroup,
     new_samples,
 )
-from megatron_dapo.types import Group, Prompt, SamplerProgress, StepBatch
+from megatron_dapo.types import Group, Prompt, Sample, SamplerProgress, StepBatch
 
 
 class SamplingLimitError(UserError):
@@ -52,7 +52,7 @@ class SamplingLimitError(UserError):
 @dataclass(eq=False)
 class Sampler:
     """`next_prompt` raises StopIteration when there are no more prompts. `on_decided` is called for every group that
-    the filter kept or rejected. `function` makes the responses; None: a response is one generated turn."""
+    the filter kept or rejected, `on_kept` for those kept. `function` makes the responses; None: one generated turn."""
 
     engine: Generator
     grade: Grader
@@ -64,6 +64,7 @@ class Sampler:
     on_progress: Callable[[SamplerProgress], None] | None = None
     on_request: OnRequest | None = None
     on_decided: Callable[[Group], None] | None = None
+    on_kept: Callable[[list[Sample]], None] | None = None
     function: RolloutFunction | None = None
     group_filter: GroupFilter = field(init=False)
     reports: int = field(default=0, init=False)  # of progress: rollouts that were graded, groups that were decided
@@ -318,6 +319,8 @@ class StepCollector:
         self._yield.add(keep)
         if self._sampler.on_decided is not None:
             self._sampler.on_decided(pending.group)
+        if keep and self._sampler.on_kept is not None:
+            self._sampler.on_kept(pending.group.samples)
 
     def _reject(self, pending: PendingGroup, reason: str) -> None:
         self._groups.put(pending, GroupState.REJECTED)

@@ -212,6 +212,7 @@ class RolloutDriver:
             on_progress=self._observer.sampling,
             on_request=self._observer.request,
             on_decided=self.cursor.record,
+            on_kept=None if self._teacher is None else self._teacher.begin,
             function=self._function,
         )
         closing.callback(self._sampler.close)

@@ -14,7 +14,7 @@ from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.algorithm import DistillationConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.engines.protocol import SamplingParams
-from megatron_dapo.engines.teacher import open_teacher
+from megatron_dapo.engines.teacher import Teacher, open_teacher
 from megatron_dapo.trainer.advantages import shape_batch
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
 
@@ -182,6 +182,49 @@ async def test_an_sglang_teacher_scores_the_response_and_nothing_else(monkeypatc
     assert samples[2].teacher_logprobs is None, "tokens of another tokenizer are not scored"
     assert bodies[0]["input_ids"] == [1, 2, 3, 40, 50] and set(keys) == {"Bearer secret"}
     assert all(body["return_logprob"] and body["sampling_params"]["max_new_tokens"] <= 1 for body in bodies)
+
+
+async def test_a_sample_is_scored_once_whether_scoring_began_before_or_not():
+    class Slow:
+        async def logprobs(self, prompt, response):
+            asked.append(len(response))
+            await asyncio.sleep(0.01)
+            return as_logprobs([-2.0] * len(response))
+
+        async def close(self):
+            closed.append(len(asked))
+
+    asked, closed, progress = [], [], []
+    early, late, never = ([sample(i, [-1.0] * n, None) for i in range(4)] for n in (1, 2, 3))
+    teacher = Teacher(Slow(), DistillationConfig(model="m", concurrency=3))
+    teacher.begin(early)
+    await asyncio.sleep(0.015)
+    teacher.begin(early)
+    await teacher.score([*early, *late], lambda: progress.append(1))
+    assert asked == [1] * 4 + [2] * 4 and all(s.teacher_logprobs.tolist() == [-2.0] * s.length for s in [*early, *late])
+    assert len(progress) == 5, "three were scored before"
+    teacher.begin(never)
+    await asyncio.sleep(0.001)
+    await teacher.close()
+    await asyncio.sleep(0.03)
+    assert closed == [11] and len(asked) == 11 and all(s.teacher_logprobs is None for s in never)
+
+
+def test_the_teacher_scores_groups_while_the_batch_fills(folder, tmp_path):
+    def before():
+        score = Teacher.score
+
+        def checked(self, samples, on_progress):
+            assert all(s.teacher_logprobs is not None or id(s) in self._running for s in samples)
+            return score(self, samples, on_progress)
+
+        Teacher.score = checked
+
+    raw = raw_config(
+        folder, tmp_path / "run", trainer__steps=2, rollout__dynamic_sampling=False,
+        algorithm__distillation={"model": str(folder), "alone": True},
+    )  # fmt: skip
+    assert run(raw, before) == 0
 
 
 def test_a_student_approaches_its_teacher(folder, tmp_path):
