@@ -25,7 +25,6 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,9 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
         position += len(arrays[-1])
         return {MARK: [value.dtype.str, list(value.shape), start]}
 
-    # Not by orjson: rows of the data may hold any integer, half of a surrogate pair and dates, metrics NaN.
-    text = json.dumps(extract(state), default=_as_text).encode()
+    # Not by orjson: rows of the data may hold any integer and half of a surrogate pair, metrics NaN.
+    text = json.dumps(extract(state)).encode()
     return [CheckpointFile(STATE, [text]), CheckpointFile(ARRAYS, [b"".join(arrays)])]
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, date | time):  # a datetime is a date
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} cannot be part of the state")
 
 
 def read_state(folder: Path) -> dict[str, Any]:

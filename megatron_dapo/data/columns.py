@@ -23,6 +23,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date, time
 from decimal import Decimal
 from glob import glob
 from pathlib import Path
@@ -223,7 +224,7 @@ class Problem:
     def identity(self) -> str:
         """What makes it the same problem as another one."""
         turns = [f"{m['role']}: {m['content']}" for m in self.messages] or [self.question]
-        more = [json.dumps(self.environment, sort_keys=True, default=str)] if self.environment else []
+        more = [json.dumps(self.environment, sort_keys=True)] if self.environment else []
         return "\n".join([*turns, *more])
 
 
@@ -276,7 +277,7 @@ def _several_turns(value: Any, column: str, template: str) -> list[dict[str, Any
     """The messages if they are more than a system message and a question; empty otherwise."""
     if not isinstance(value, list) or len([m for m in value if _role(m) != "system"]) < 2:
         return []
-    messages = [{"content": "", **_without_nulls(m)} for m in value if isinstance(m, dict)]
+    messages = [{"content": "", **_json_value(m, column)} for m in value if isinstance(m, dict)]
     if len(messages) != len(value) or not all(_role(m) and isinstance(m["content"], str) for m in messages):
         raise BadRow(f"{column}: expected messages with role and content")
     if not any(m["role"] == "user" for m in messages):
@@ -303,7 +304,7 @@ def _tools(row: dict[str, Any], config: PromptFileConfig) -> list[dict[str, Any]
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(f"{column}: expected a list of tools (JSON schemas), found {type(value).__name__}")
-    return list(_without_nulls(value))
+    return list(_json_value(value, column))
 
 
 def _environment(row: dict[str, Any], config: PromptFileConfig) -> dict[str, Any]:
@@ -314,13 +315,13 @@ def _environment(row: dict[str, Any], config: PromptFileConfig) -> dict[str, Any
         value = _parsed(value, column)
     if value in (None, "", {}):
         return {}
-    found = {"name": value} if isinstance(value, str) else _without_nulls(value)
+    found = {"name": value} if isinstance(value, str) else value
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         raise BadRow(f"{column}: expected a name, or an object with `name` and `arguments`")
     arguments = _parsed(found.get("arguments"), f"{column}.arguments")
     if not isinstance(arguments, dict | None):
         raise BadRow(f"{column}.arguments: expected an object, found {type(arguments).__name__}")
-    return {"name": found["name"], "arguments": arguments or {}}
+    return {"name": found["name"], "arguments": _json_value(arguments or {}, column)}
 
 
 def _parsed(value: Any, column: str) -> Any:
@@ -332,10 +333,20 @@ def _parsed(value: Any, column: str) -> Any:
         raise BadRow(f"{column}: expected JSON, found {value[:60]!r} ({error})") from None
 
 
-def _without_nulls(value: Any) -> Any:
+def _json_value(value: Any, column: str) -> Any:
+    """Without nulls, with dates as text: graders, servers and checkpoints get it as JSON. NaN is a null of parquet."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        items = {key: _json_value(item, column) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_json_value(item, column) for item in value]
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal) and value.is_finite():
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, str | int | float | None) and value not in (math.inf, -math.inf):
+        return None if value != value else value
+    raise BadRow(f"{column}: expected JSON values, found {value!r:.60}")
 
 
 def _find(

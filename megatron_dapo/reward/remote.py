@@ -72,7 +72,7 @@ class RemoteServer:
 
     async def post(self, path: str, body: Any, retries: int | None = None) -> Any:
         """The decoded JSON reply. Raises RemoteFailure when all tries have failed."""
-        content = orjson.dumps(body)
+        content = json.dumps(body).encode()  # not by orjson: an integer of a row may have more than 64 bits
         limit = self._config.retries if retries is None else retries
         for failures in range(limit + 1):
             url = self._config.urls[self._next % len(self._config.urls)].rstrip("/") + path

@@ -1,6 +1,5 @@
 """The folder of checkpoints without a model: order, pruning, scores, checksums and what a kill leaves."""
 
-import datetime
 import json
 import math
 
@@ -96,14 +95,13 @@ def test_any_value_of_a_row_or_a_metric_comes_back(tmp_path):
     """An environment's seed of 128 bits, half of a surrogate pair, a metric that is NaN, numpy's numbers."""
     state = {"seed": 2**127, "text": "\ud83d", "small": np.float32(0.1), "count": np.int64(3)}
     metrics = {"mean": math.nan, "max": -math.inf}
-    write_files(tmp_path, state_files(state | metrics | {"date": datetime.date(2026, 1, 2)}))
+    write_files(tmp_path, state_files(state | metrics))
     found = read_state(tmp_path)
-    assert found.pop("date") == "2026-01-02"
     assert {name: found.pop(name) for name in state} == state
     assert str(found) == str(metrics)
 
 
-@pytest.mark.parametrize(("state", "named"), [({"a": {1: "x"}}, r"found \[1\]"), ({"a": b"x"}, "bytes cannot")])
+@pytest.mark.parametrize(("state", "named"), [({"a": {1: "x"}}, r"found \[1\]"), ({"a": b"x"}, "bytes is not")])
 def test_what_would_come_back_changed_is_refused(state, named):
     with pytest.raises(TypeError, match=named):
         state_files(state)

@@ -1,12 +1,16 @@
 """Rows with messages, tools and environments: what the template sees and what a rollout function finds."""
 
+import datetime
 import json
+import math
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_prompts import accounted, load, write
 
+from megatron_dapo.checkpoints.folder import state_files
 from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.data import DataError, arithmetic_tokenizer
 from megatron_dapo.data.columns import read_problem
@@ -105,6 +109,20 @@ def test_nulls_that_parquet_adds_are_removed(tmp_path, tokenizer):
     assert prompt.meta["environment"]["arguments"] == {"c": 1}
 
 
+def test_dates_decimals_and_missing_numbers_of_parquet_become_json_values(tmp_path, tokenizer):
+    day, price, count = datetime.date(2026, 1, 2), Decimal("0.50"), Decimal(2**80)
+    arguments = {"day": day, "at": datetime.datetime(2026, 1, 2, 3), "price": price, "count": count, "limit": math.nan}
+    rows = [{"name": "a", "arguments": arguments}, {"name": "b", "arguments": {"days": [day, None]}}]
+    for i, row in enumerate(rows):
+        pq.write_table(pa.table({"question": [f"q{i}"], "environment": [row]}), tmp_path / f"{i}.parquet")
+    first, second = load(str(tmp_path / "*.parquet"), tokenizer)
+    assert first.meta["environment"]["arguments"] == {
+        "day": "2026-01-02", "at": "2026-01-02T03:00:00", "price": 0.5, "count": 2**80,
+    }  # fmt: skip
+    assert second.meta["environment"]["arguments"] == {"days": ["2026-01-02", None]}
+    state_files(first.to_state())
+
+
 BAD = {
     "several messages need a chat template": {"messages": TURNS, "answer": 1},
     "nothing to generate": {"messages": TURNS[:3], "answer": 1},
@@ -124,6 +142,13 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, message):
     prompts = load(write(tmp_path / "rows.jsonl", rows), tokenizer, template=template)
     ((line, found),) = prompts.report.bad
     assert line == 2 and message in found, found
+
+
+def test_bytes_cannot_be_an_argument(tmp_path, tokenizer):
+    rows = [{"name": "a", "arguments": {"image": b"x"}}, {"name": "a", "arguments": {"image": None}}]
+    pq.write_table(pa.table({"question": ["1", "2"], "environment": rows}), tmp_path / "rows.parquet")
+    prompts = load(str(tmp_path / "rows.parquet"), tokenizer)
+    assert prompts.report.bad == [(1, "environment: expected JSON values, found b'x'")] and len(prompts) == 1
 
 
 def test_a_named_column_must_be_there(tmp_path, tokenizer):

@@ -167,6 +167,13 @@ def test_failures_between_successes_do_not_end_the_run():
     assert sum(grade.correct is None for grade in grades) == 8
 
 
+async def test_a_server_gets_any_integer_and_half_of_a_surrogate_pair():
+    meta = {"environment": {"name": "game", "arguments": {"seed": 2**127, "text": "\ud83d"}}}
+    async with server(scores) as (url, bodies), open_graders(http(url)) as graders:
+        assert (await graders.grade(prompt("42", meta=meta), sample("1"))).correct
+    assert bodies[0]["responses"][0]["meta"] == meta
+
+
 def test_the_secret_is_sent_and_appears_nowhere_else(monkeypatch):
     monkeypatch.setenv("GRADER_TOKEN", SECRET)
     seen = []
