@@ -7,7 +7,7 @@ processes of their own: a notebook can start several runs, and stopping a cell s
         return prompt.answer in response
 
     run = md.train("Qwen/Qwen2.5-0.5B", "prompts.jsonl", reward=grade, trainer__steps=50)
-    run.steps.plot(y="reward/accuracy")
+    run.steps.plot(y="reward/accuracy_all")
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def train(
     data: str | Path | Sequence[str | Path],
     reward: Function | None = None,
     *,
-    run_dir: str | Path = "runs/python",
+    run_dir: str | Path | None = None,
     config: str | Path | None = None,
     objective: Function | None = None,
     rollout: Function | None = None,
@@ -99,11 +99,15 @@ def train(
     reward    `f(prompt, response)` returns a bool, a score or a `Grade`; or the name of a grader such as "math"
     objective, rollout, group_filter   functions: `algorithm.objective`, `rollout.generate`, `rollout.group_filter`
     config    a YAML file whose settings come first
+    run_dir   if None: that of `config`, or else runs/python
     settings  every other key, as `**{"trainer.steps": 50}` or `trainer__steps=50`
 
     A function that a process cannot import, because it was written in a notebook, is copied into the run directory with
     what it uses: other functions, modules, plain values. Raises UserError with the message of the command.
     """
+    if run_dir is None:
+        of_file = load_config(config).trainer if config is not None else None
+        run_dir = of_file.run_dir if of_file and "run_dir" in of_file.model_fields_set else "runs/python"
     folder = Path(run_dir).expanduser().resolve()
     if {"trainer.run_dir", "trainer__run_dir"} & settings.keys():
         raise UserError("trainer.run_dir: give it as run_dir=, which is also where the results are read")

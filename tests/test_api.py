@@ -157,6 +157,16 @@ def test_data_replaces_that_of_the_file_and_several_benchmarks_have_a_result_eac
     assert found == {"a": {"name": "a"}, "b": {"name": "b"}}
 
 
+def test_the_run_directory_of_the_file_is_used(tmp_path, commands, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "base.yaml"
+    for text, expected in (("trainer: {run_dir: runs/mine}", "runs/mine"), ("trainer: {steps: 3}", "runs/python")):
+        file.write_text(text)
+        assert md.train("model", "a.jsonl", config=file, dry_run=True).path == tmp_path / expected
+        assert load_config(tmp_path / expected / "from_python.yaml").trainer.run_dir == str(tmp_path / expected)
+    assert md.train("model", "a.jsonl", dry_run=True).path == tmp_path / "runs/python"
+
+
 def test_a_function_is_not_copied_where_python_cannot_find_it(tmp_path, monkeypatch):
     monkeypatch.setattr(helper, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "helper", helper, raising=False)
