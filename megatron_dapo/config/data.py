@@ -350,7 +350,8 @@ class EvalSourceConfig(SourceConfig):
 
 
 class EvalDataConfig(PromptFilesConfig):
-    """One benchmark (`path`), or several (`sources`), each with its own metrics: `eval/NAME/avg@k`."""
+    """One benchmark (`path`), or several (`sources`), each with its own metrics: `eval/NAME/avg@k`. `template` and
+    `system` default to those of `data`."""
 
     sources: list[EvalSourceConfig] = Field([])
     """Several benchmarks instead of `path`; all are evaluated."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -53,6 +53,14 @@ class Config(Section):
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
         return merged(PRESETS[preset], values) if preset in PRESETS else values
+
+    @model_validator(mode="after")
+    def _evaluate_as_trained(self) -> Self:
+        data = self.evaluate.data.model_copy()
+        same = {"template", "system"} - data.model_fields_set
+        data.__dict__.update({key: getattr(self.data, key) for key in same})  # they do not count as set
+        self.__dict__["evaluate"] = self.evaluate.model_copy(update={"data": data})
+        return self
 
     @property
     def warnings(self) -> list[str]:

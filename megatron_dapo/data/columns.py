@@ -243,7 +243,7 @@ def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     if messages:
         question, system = next(m["content"] for m in reversed(messages) if m["role"] == "user"), ""
     else:
-        question, system = _question(value, column)
+        question, system = _question(value, column, config.template)
     environment = _environment(row, config)
     source = row.get("data_source")
     return Problem(
@@ -368,8 +368,8 @@ def _find(
 _ABSENT = object()
 
 
-def _question(value: Any, column: str) -> tuple[str, str]:
-    """The question and the system message, from a text or a list of messages."""
+def _question(value: Any, column: str, template: str) -> tuple[str, str]:
+    """The question and the system message, from a text or a list of messages. A template's own text replaces DAPO's."""
     system = ""
     if isinstance(value, list):
         messages = [m for m in value if isinstance(m, dict)]
@@ -385,7 +385,8 @@ def _question(value: Any, column: str) -> tuple[str, str]:
     if not isinstance(value, str):
         raise BadRow(f"{column}: expected text, found {type(value).__name__}")
     question = value.strip()
-    if question.startswith(_DAPO_START) and question.endswith(_DAPO_END):
+    wrapped = question.startswith(_DAPO_START) and question.endswith(_DAPO_END)
+    if wrapped and _text(template, question) != question:
         question = question[len(_DAPO_START) : -len(_DAPO_END)].strip()
     if not question:
         raise BadRow(f"{column}: the prompt is empty")

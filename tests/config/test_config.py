@@ -36,6 +36,15 @@ def test_defaults_are_the_published_recipe():
     assert (config.rollout.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 20480)
 
 
+def test_evaluation_uses_the_template_of_training_unless_it_has_its_own():
+    trained = {"template": "chat", "system": "Be brief."}
+    data = parse_config({"data": trained, "evaluate": {"data": {"path": "a.jsonl", "system": ""}}}).evaluate.data
+    assert (data.template, data.system) == ("chat", "")
+    config = parse_config({"data": trained})
+    assert config.evaluate.data.system == "Be brief." and Config().evaluate.data.template == "dapo"
+    assert config.model_dump(exclude_unset=True) == {"data": trained}
+
+
 def test_overrides_replace_values_of_the_file(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("policy:\n  tensor_parallel: 4\nalgorithm:\n")

@@ -233,6 +233,15 @@ def test_the_dapo_template_is_not_applied_twice(tmp_path, tokenizer):
     assert prompt.text == wrapped and prompt.meta["question"] == "1+1="
 
 
+@pytest.mark.parametrize(("template", "text"), [("plain", "{}"), ("chat", TURN), ("{question} =", "1+1= =")])
+def test_only_a_template_with_a_text_replaces_the_dapo_text_of_the_rows(tmp_path, tokenizer, template, text):
+    """As verl, which puts the messages into the chat template as they are."""
+    wrapped = DAPO_TEMPLATE.replace("{question}", "1+1=")
+    path = write(tmp_path / "q.jsonl", [{"prompt": [{"role": "user", "content": wrapped}], "answer": "2"}])
+    (prompt,) = load(path, tokenizer, template=template)
+    assert prompt.text == text.format(wrapped)
+
+
 def test_system_messages(tmp_path, tokenizer):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
     path = write(tmp_path / "q.jsonl", [{"prompt": messages, "answer": "2"}])
