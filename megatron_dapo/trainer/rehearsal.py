@@ -30,6 +30,7 @@ from megatron_dapo.data import RunData
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import Dtype, read_safetensors_directory
+from megatron_dapo.observe.console import printable
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.step import LossInputs
 from megatron_dapo.reward.combined import ResponseGrader
@@ -55,7 +56,8 @@ def rehearse(config: Config, data: RunData) -> list[str]:
     prompt = next(iter(data.training.values()))[0]
     group, said = asyncio.run(_group(config, prompt))
     _loss(config, group)
-    return [*lines, f"rehearsal with prompt {prompt.id}: {said}"]
+    shown = "".join(f"\n    {line}" for line in printable(f"{prompt.text:.2000}").splitlines())
+    return [*lines, f"rehearsal with prompt {prompt.id}: {said}", f"the model sees it as{shown}"]
 
 
 # ---- rollout, grades, filter, loss ----

@@ -270,7 +270,7 @@ def test_too_many_skipped_updates_end_the_run_without_a_save(folder, tmp_path, c
 # ---- the command; tests/test_bad_inputs.py has wrong configurations ----
 
 
-def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path, monkeypatch):
+def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(HERE)
     config = write_config(raw_config(folder, tmp_path / "run"), tmp_path / "c.yaml")
     assert cli.main(["train", str(config), "--dry-run", "--set", "algorithm.clip_high=0.3"]) == 0
