@@ -309,22 +309,28 @@ class Group:
 
 @dataclass(slots=True)
 class StepBatch:
-    """The input of one training step: the kept groups and the sampler's metrics."""
+    """The input of one training step: the kept groups and the sampler's metrics. `rejected`: the first group of each
+    reason, to be shown."""
 
     step: int
     groups: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
+    rejected: dict[str, Group] = field(default_factory=dict)
 
     @property
     def samples(self) -> list[Sample]:
         return [sample for group in self.groups for sample in group.samples]
 
     def to_state(self) -> dict[str, Any]:
-        return {"step": self.step, "groups": [g.to_state() for g in self.groups], "metrics": self.metrics}
+        return {
+            "step": self.step, "groups": [g.to_state() for g in self.groups], "metrics": self.metrics,
+            "rejected": {reason: group.to_state() for reason, group in self.rejected.items()},
+        }  # fmt: skip
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> StepBatch:
-        return cls(state["step"], [Group.from_state(g) for g in state["groups"]], dict(state["metrics"]))
+        rejected = {reason: Group.from_state(group) for reason, group in state.get("rejected", {}).items()}
+        return cls(state["step"], [Group.from_state(g) for g in state["groups"]], dict(state["metrics"]), rejected)
 
 
 @dataclass(slots=True, frozen=True)

@@ -123,13 +123,14 @@ class Observer:
         metrics: Mapping[str, float],
         groups: Sequence[Group] = (),
         arrays: transcripts.Arrays | None = None,
+        rejected: Mapping[str, Group] | None = None,
     ) -> None:
-        """Records a finished step, with the times of the phases since the last one. `arrays`: of all its samples, for
-        samples/."""
+        """Records a finished step, with the times of the phases since the last one. `arrays`, of all its samples, and
+        a rejected group for each reason are for samples/."""
         self._align(step)
         times = self._stopwatch.lap()
         record = Record(step, STEP, plain_numbers(metrics) | times | self._speed(metrics, times))
-        self._keep_samples(step, groups, arrays)
+        self._keep_samples(step, groups, arrays, rejected)
         self._warn_all(self._records.put(record))  # after the transcripts: the transcripts of a recorded step exist
         self._step = step
         self._recent.append(times["time/step"])
@@ -239,11 +240,14 @@ class Observer:
                 self._webhook.send(self._step, f"run {status}")
             self._webhook.close()
 
-    def _keep_samples(self, step: int, groups: Sequence[Group], arrays: transcripts.Arrays | None) -> None:
+    def _keep_samples(
+        self, step: int, groups: Sequence[Group], arrays: transcripts.Arrays | None,
+        rejected: Mapping[str, Group] | None,
+    ) -> None:  # fmt: skip
         config = self._config
         if transcripts.is_due(step, config.samples_every) and groups:
             kept = (config.samples_groups, config.samples_responses)
-            self._warn_all(self._transcripts.put(transcripts.choose(step, groups, *kept, arrays)))
+            self._warn_all(self._transcripts.put(transcripts.choose(step, groups, *kept, arrays, rejected)))
         else:
             self._warn_all(self._transcripts.flush())
 

@@ -39,9 +39,9 @@ class Transcript:
 
     step: int
     prompt_id: str
-    prompt: str
+    prompt: str  # as the model sees it
     reference: str
-    group: str  # the result of the whole group: "3 of 8 right"
+    group: str  # the result of the whole group: "3 of 8 right"; of a rejected one also the reason
     index: int
     verdict: str
     reason: str
@@ -51,7 +51,7 @@ class Transcript:
     finish_reason: str
     text: str
     part: int = 0  # of a rollout with several samples
-    place: int = 0  # among all samples of the step
+    place: int = 0  # among all samples of the step, the rejected ones last
     source: str = ""  # of the prompt
     advantage: float | None = None
 
@@ -71,18 +71,20 @@ def is_due(step: int, every: int) -> bool:
 
 
 def choose(
-    step: int, groups: Sequence[Group], prompts: int, responses: int, arrays: Arrays | None = None
-) -> StepSamples:
-    """Some responses of the first groups; right and wrong ones alternate, so that both are shown. 0: all of them.
-    `arrays`: "advantages" [samples], and what `explain` reads."""
-    arrays = arrays or {}
-    advantages = arrays.get("advantages")
-    places = {id(sample): i for i, sample in enumerate(sample for group in groups for sample in group.samples)}
+    step: int, groups: Sequence[Group], prompts: int, responses: int, arrays: Arrays | None = None,
+    rejected: Mapping[str, Group] | None = None,
+) -> StepSamples:  # fmt: skip
+    """Some responses of the first groups, and of a rejected one for each reason. Right and wrong ones alternate, so
+    that both are shown. 0: all of them. `arrays`: "advantages" [trained samples], and what `explain` reads."""
+    arrays, rejected = arrays or {}, rejected or {}
+    samples = [sample for group in (*groups, *rejected.values()) for sample in group.samples]
+    places = {id(sample): i for i, sample in enumerate(samples)}
+    advantages = dict(enumerate(arrays.get("advantages", ())))
     chosen = []
-    for group in groups[: prompts or None]:
+    for why, group in [*(("", group) for group in groups[: prompts or None]), *sorted(rejected.items())]:
         for sample in _alternating(group.samples)[:responses] if responses else group.samples:
             place = places[id(sample)]
-            chosen.append(_transcript(step, group, sample, place, None if advantages is None else advantages[place]))
+            chosen.append(_transcript(step, group, why, sample, place, advantages.get(place)))
     lengths = {group.prompt.id: float(np.mean([s.trained_tokens for s in group.samples])) for group in groups}
     results = {
         group.prompt.id: [sum(group.accuracies), len(group.accuracies), len(group.rollouts), lengths[group.prompt.id]]
@@ -97,15 +99,16 @@ def _alternating(samples: Sequence[Sample]) -> list[Sample]:
     return [s for pair in zip_longest(right, others) for s in pair if s is not None]
 
 
-def _transcript(step: int, group: Group, sample: Sample, place: int, advantage: float | None) -> Transcript:
-    grade = sample.grade
-    question = str(group.prompt.meta.get("question", group.prompt.text))
+def _transcript(
+    step: int, group: Group, rejected: str, sample: Sample, place: int, advantage: float | None
+) -> Transcript:
+    grade, result = sample.grade, f"{sum(group.accuracies)} of {len(group.rollouts)} right"
     return Transcript(
         step=step,
         prompt_id=group.prompt.id,
-        prompt=question,
+        prompt=group.prompt.text,
         reference=group.prompt.answer,
-        group=f"{sum(group.accuracies)} of {len(group.rollouts)} right",
+        group=f"{result}, dropped: {rejected}" if rejected else result,
         index=sample.index,
         verdict=VERDICTS[None if grade is None else grade.correct],
         reason="" if grade is None else grade.reason,

@@ -46,7 +46,11 @@ from megatron_dapo.types import Group, Prompt, Sample, SamplerProgress, StepBatc
 
 
 class SamplingLimitError(UserError):
-    """The limit on sampled prompts was reached, and the step may not train on what it has."""
+    """No more prompts may be sampled, and the step may not train on what it has. `rejected`: as in StepBatch."""
+
+    def __init__(self, message: str, rejected: dict[str, Group]) -> None:
+        super().__init__(message)
+        self.rejected = rejected
 
 
 @dataclass(eq=False)
@@ -349,7 +353,8 @@ class StepCollector:
             kept = self._groups.count(GroupState.KEPT)
             raise SamplingLimitError(
                 f"{self._limit_message()}. rollout.sampler.on_limit is stop. The {kept} kept groups are carried over: "
-                "they are saved with the run and count when it resumes."
+                "they are saved with the run and count when it resumes.",
+                self._rejected(),
             )
         if self._options.on_limit == "fill":
             missing = self._needed - self._groups.count(GroupState.KEPT)
@@ -360,7 +365,8 @@ class StepCollector:
             samples = [s for pending in self._groups.ordered(GroupState.REJECTED) for s in pending.group.samples]
             why = [f" (ungraded: {s.grade.reason})" for s in samples if s.grade and s.grade.ungraded and s.grade.reason]
             message = f"{self._limit_message()}. There is nothing to train on{why[-1] if why else ''}: "
-            raise SamplingLimitError(message + "check grader and group filter (docs/diagnosis.md#nothing-kept)")
+            message += "check grader and group filter (docs/diagnosis.md#nothing-kept)"
+            raise SamplingLimitError(message, self._rejected())
 
     def _limit_message(self) -> str:
         found = self._accounting
@@ -405,7 +411,12 @@ class StepCollector:
         self._report()
         self._yield.end_step()
         self.carry_over = CarryOver(self._next_serial, surplus, unfinished, yield_estimate=self._yield)
-        return StepBatch(self._step, groups, metrics)
+        return StepBatch(self._step, groups, metrics, self._rejected())
+
+    def _rejected(self) -> dict[str, Group]:
+        """The first group of each reason."""
+        groups = self._groups.ordered(GroupState.REJECTED)
+        return {self._reasons[pending.serial]: pending.group for pending in reversed(groups)}
 
     def _settle_unfinished(self) -> list[PendingGroup]:
         """Applies `unfinished` to interrupted groups and to those that never started; returns those carried over."""

@@ -135,7 +135,7 @@ def _why_masked(run: Path, step: int, batch: TrainBatch, arrays: dict[str, NDArr
     """[responses]: why a token carries no loss, before any off-policy mask."""
     why = np.full(batch.samples, "masked", dtype="<U16")
     for item in transcripts.read(run / "samples", [step]):
-        if item.verdict == "ungraded" or item.finish_reason == "length":
+        if item.place < batch.samples and (item.verdict == "ungraded" or item.finish_reason == "length"):
             why[item.place] = "ungraded" if item.verdict == "ungraded" else "truncated"
     spread = np.repeat(why, batch.response_lengths)
     return np.where(batch.loss_mask, "", np.where(arrays["trained"], spread, "not generated"))

@@ -254,7 +254,8 @@ class Trainer:
                 metrics = step.metrics(self.policy)
                 if not self.config.evaluate.during_training:
                     self.saves.rate(metrics)
-                self.observer.step(self.steps_done, metrics, step.source.groups, step.arrays(self.config))
+                source, arrays = step.source, step.arrays(self.config)
+                self.observer.step(self.steps_done, metrics, source.groups, arrays, source.rejected)
         self._await_records()
 
     def _sync_weights(self, version: int) -> None:

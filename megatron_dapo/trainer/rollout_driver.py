@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,15 +29,16 @@ from megatron_dapo.engines.protocol import Engine, WeightReport, derive_seed
 from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluation import Evaluation, evaluate_sets
+from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.pending_group import CarryOver
-from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.trainer.advantages import shape_batch
 from megatron_dapo.trainer.watchdog import log_folder
-from megatron_dapo.types import StepBatch
+from megatron_dapo.types import Group, StepBatch
 
 if TYPE_CHECKING:
     from megatron_dapo.engines.teacher import Teacher
@@ -331,15 +332,29 @@ class RolloutDriver:
         fault_points.reach("rollouts/before_collect")
         self.cursor.begin_step(step)
         async with watch_load(self.engine) as load:
-            batch = await self.sampler.collect(step)
+            try:
+                batch = await self.sampler.collect(step)
+            except SamplingLimitError as error:
+                self._add_texts(error.rejected.values())
+                self._write_rejected(step + 1, error.rejected)
+                raise
         batch.metrics |= {**self.cursor.metrics(batch), **load.metrics()}
         self._tool_counts.update(take_shared_metrics() if self._function is not None else {})
         batch.metrics, self._tool_counts = batch.metrics | self._tool_counts, Counter()
-        shown = batch.groups[: self.config.observe.samples_groups]
-        self._responses.add_texts([sample for group in shown for sample in group.samples])
+        self._add_texts([*batch.groups[: self.config.observe.samples_groups or None], *batch.rejected.values()])
         fault_points.reach("rollouts/after_collect")
         self._progress += 1
         return batch
+
+    def _add_texts(self, shown: Iterable[Group]) -> None:
+        self._responses.add_texts([sample for group in shown for sample in group.samples])
+
+    def _write_rejected(self, step: int, rejected: dict[str, Group]) -> None:
+        """The samples of a step that has no batch."""
+        if self.config.observe.samples_every:
+            samples = transcripts.choose(step, [], 0, self.config.observe.samples_responses, rejected=rejected)
+            with contextlib.suppress(OSError):
+                transcripts.write(Path(self.config.trainer.run_dir) / "samples", samples)
 
     async def evaluate(self, step: int, on_progress: Callable[[int, int], None]) -> Evaluation:
         def advance(done: int, total: int) -> None:

@@ -251,6 +251,21 @@ def test_transcripts_alternate_right_and_wrong_responses():
     assert not transcripts.is_due(10, 0)
 
 
+def test_rejected_groups_are_shown_after_the_trained_ones(tmp_path):
+    *trained, dropped = make_groups(1)
+    arrays = make_arrays(trained)
+    samples = transcripts.choose(1, trained, 1, 2, arrays, {"all-wrong": dropped})
+    first, _, *rejected = samples.transcripts
+    assert first.advantage is not None and not first.group.endswith("all-wrong")
+    assert [(t.prompt_id, t.advantage, t.group) for t in rejected] == [
+        (dropped.prompt.id, None, "3 of 6 right, dropped: all-wrong")
+    ] * 2
+    places = [t.place for t in rejected]
+    assert min(places) >= sum(len(group.samples) for group in trained) and len(set(places)) == 2
+    assert all(transcripts.token_values(arrays, place) is None for place in places)
+    assert dropped.prompt.id not in samples.prompts, "its history is of steps that trained on it"
+
+
 def test_a_response_cannot_control_the_terminal(tmp_path, capsys):
     hostile = "a\x1b]0;owned\x07b\x1b[2Jc\rd\x9b31me\u202ef\x7fg\th\nü"
     transcripts.write(tmp_path, transcripts.choose(1, make_groups(1, hostile), 1, 9))

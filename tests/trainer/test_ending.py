@@ -85,6 +85,9 @@ def test_grader_that_breaks_or_accepts_nothing(how, reason, straight, tmp_path, 
     assert run(raw, break_grader(how, tmp_path)) == 1
     said = capfd.readouterr().err
     assert reason in said and "step_1+0; start the same command again" in said
+    shown = list((tmp_path / "run/samples").glob("step_000002.txt"))
+    assert len(shown) == (how == "wrong"), "of the step that kept nothing"
+    assert all("dropped: all-wrong" in file.read_text() for file in shown)
     (tmp_path / "broken").unlink()
     raw["rollout"]["sampler"]["max_generation_batches"] = None
     assert run(raw) == 0
