@@ -12,7 +12,7 @@ import ctypes
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_dapo.weights.copy import BLOCK, RowRange, default_workers, run_blo
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.formats.readers import ALIGN, CheckpointReader, HFReader
 from megatron_dapo.weights.locate import HF_FILES, Format, format_of, locate
-from megatron_dapo.weights.mapping import WeightsError, stored_mappings
+from megatron_dapo.weights.mapping import HEAD, WeightsError, stored_mappings
 from megatron_dapo.weights.side_files import carried_names, open_carried
 
 if TYPE_CHECKING:
@@ -123,8 +123,12 @@ def verify(
 ) -> Comparison:
     """Compare two checkpoints. With `tolerance` 0, dtypes and bits must be equal; else values may differ by it."""
     left_path, right_path = locate(a), locate(b)
-    shape_from = _config_of(left_path, right_path, reference)
-    left, right = _open(left_path, shape_from), _open(right_path, shape_from)
+    left_config, right_config = (
+        _config_of(one, other, reference) for one, other in ((left_path, right_path), (right_path, left_path))
+    )
+    left, right = _open(left_path, left_config), _open(right_path, right_config)
+    _add_tied_head(left, right, left_config)
+    _add_tied_head(right, left, right_config)
     result = Comparison()
     for name in sorted(left.keys() ^ right.keys()):
         result.differences.append(f"{name}: only in {left_path if name in left else right_path}")
@@ -201,28 +205,22 @@ def _difference(x: Tensor, y: Tensor, tolerance: float) -> tuple[float, int]:
     """The largest difference of two values, and how many differ: at least 1 where none may and a bit does."""
     import torch
 
-    gap = (x.double() - y.double()).abs()
-    gap = torch.where(torch.isnan(gap) & ~(torch.isnan(x) & torch.isnan(y)), math.inf, gap).nan_to_num(0, math.inf)
+    x, y = x.double(), y.double()
+    same = (x == y) | (x.isnan() & y.isnan())  # two infinities are the same, though their difference is NaN
+    gap = torch.where(same, 0.0, (x - y).abs().nan_to_num(math.inf, math.inf))
     return gap.max().item(), int((gap > tolerance).sum()) or int(tolerance == 0)
 
 
-def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
-    """The HF directory that describes a torch_dist checkpoint: `reference`, its own copy, or the other checkpoint."""
-    candidates = [Path(reference)] if reference else [a, a / HF_FILES, b, b / HF_FILES]
+def _config_of(path: Path, other: Path, reference: str | Path | None) -> Path | None:
+    """The HF directory that describes a checkpoint: `reference`, its own copy, or the other checkpoint."""
+    candidates = [Path(reference)] if reference else [path, path / HF_FILES, other, other / HF_FILES]
     return next((path for path in candidates if (path / "config.json").exists()), None)
 
 
 def _open(path: Path, config: Path | None) -> dict[str, Entry]:
     if format_of(path) is Format.HF:
         weights = HFReader(path)
-        entries = {name: _whole(weights, name) for name in weights.stored}
-        if (
-            config is not None
-            and "lm_head.weight" in entries
-            and ModelShape.from_dir(config, weights_only=True).tied_embeddings
-        ):
-            del entries["lm_head.weight"]  # a copy of the embedding
-        return entries
+        return {name: _whole(weights, name) for name in weights.stored}
     if config is None:
         raise WeightsError(f"{path} does not say which model it holds; pass --reference with the HF model's directory")
     shape = ModelShape.from_dir(config, weights_only=True)
@@ -235,6 +233,15 @@ def _open(path: Path, config: Path | None) -> dict[str, Entry]:
     if (carried := open_carried(path / HF_FILES, shape)) is not None:
         found |= {name: _whole(carried, name) for name in carried_names(carried, shape)}
     return found
+
+
+def _add_tied_head(entries: dict[str, Entry], other: Mapping[str, Entry], config: Path | None) -> None:
+    """The head that only the other checkpoint stores is compared with the embedding, if that is this model's head."""
+    if HEAD in other and HEAD not in entries and config is not None:
+        shape = ModelShape.from_dir(config, weights_only=True)
+        embedding = entries.get(f"{shape.prefix}embed_tokens.weight")
+        if shape.tied_embeddings and embedding is not None:
+            entries[HEAD] = embedding
 
 
 def _whole(weights: HFReader, name: str) -> Entry:

@@ -1,8 +1,10 @@
 """`convert verify` says same only for the same, and names what differs."""
 
+import json
 import mmap
 import os
 import random
+import shutil
 import sys
 
 import pytest
@@ -98,13 +100,41 @@ def test_a_sign_of_zero_and_a_nan_are_differences(copy_of, models):
     zero = changed(copy_of("qwen2"), lambda t: t[NAME].fill_(0.0))
     assert not verify(models["qwen2"], zero).same
 
-    import shutil
-
     for value, tolerance in ((-0.0, 0.0), (torch.nan, 0.0), (torch.nan, 1e9)):
         other = shutil.copytree(zero, zero.with_name(f"other{value}{tolerance}"))
         changed(other, lambda t, value=value: t[NAME][5].fill_(value))
         assert not verify(zero, other, tolerance=tolerance).same
         assert verify(other, other).same
+
+
+def test_equal_infinities_are_no_difference(models, copy_of, tmp_path):
+    """The difference of two infinities is NaN, that of infinities with different signs is infinite."""
+
+    def infinite(tensors):
+        tensors[NAME][:2] = torch.tensor([torch.inf, -torch.inf])[:, None]
+
+    left = changed(copy_of("qwen2"), infinite)
+    right = changed(shutil.copytree(left, tmp_path / "right"), lambda t: t[NAME][5].add_(1e-4))
+    assert verify(left, right).differences == [f"{NAME}: 64 of 2048 values differ, by at most 0.0001"]
+    assert verify(left, right, tolerance=1e-3).same
+    changed(right, lambda t: t[NAME][0].neg_())
+    assert verify(left, right, tolerance=1e-3).differences == [f"{NAME}: 64 of 2048 values differ, by at most inf"]
+
+
+def test_a_tied_head_is_the_embedding(models, copy_of, tmp_path):
+    """Also when the other model has a head of its own, and in both directions."""
+    tied, untied = models["qwen2-tied"], copy_of("qwen2-tied")
+    config = json.loads((untied / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (untied / "config.json").write_text(json.dumps(config))
+    changed(untied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    hf_to_megatron(untied, tmp_path / "untied")
+    assert verify(tied, untied).same and verify(untied, tied).same and verify(tied, tmp_path / "untied").same
+    changed(untied, lambda t: t["lm_head.weight"][0].add_(1))
+    hf_to_megatron(untied, tmp_path / "untied", overwrite=True)
+    for pair in ((tied, untied), (untied, tied), (tied, tmp_path / "untied")):
+        assert verify(*pair).differences == ["lm_head.weight: 64 of 6464 values differ, by at most 1"]
+    without_head = changed(untied, lambda t: t.pop("lm_head.weight"))
+    assert verify(tmp_path / "untied", without_head).differences[0].startswith("lm_head.weight: only in")
 
 
 def test_differences_in_names_shapes_and_dtypes_are_listed(models, copy_of):
