@@ -36,6 +36,7 @@ _DTYPE_OF_CODE = {
 }  # fmt: skip
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _PACKED = re.compile(r"^(model\..+\.mlp\.experts)\.(gate_up|down)_proj$")
+_COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # buffers of old transformers versions
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 _MAX_HEADER = 100 * 2**20
 
@@ -426,10 +427,12 @@ def is_packed(stored: Iterable[str]) -> bool:
 
 
 def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same tensors with one name per expert and projection, also where a file has all experts of a layer in one
-    (`weights/names.py`)."""
+    """The weights among these tensors, with one name per expert and projection, also where a file has all experts of a
+    layer in one (`weights/names.py`). Buffers that are computed are left out."""
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
+        if _COMPUTED.search(name):
+            continue
         match = _PACKED.match(name)
         if match is None or len(tensor.shape) != 3 or tensor.strides:
             found[name] = tensor

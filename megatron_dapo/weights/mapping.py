@@ -14,7 +14,6 @@ The templates are in `config/families` (docs/add_a_family.md). Imports no torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +29,6 @@ from megatron_dapo.files import StoredTensor
 
 HEAD = "lm_head.weight"
 _SHOWN = 5
-_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # buffers of old transformers versions; computed, not trained
 
 
 class WeightsError(UserError):
@@ -214,7 +212,7 @@ def check_hf_names(names: Iterable[str], shape: ModelShape, path: str | Path = "
     """Exactly this model's tensors. A tied model may also store a copy of its embedding as head, and some have tensors
     that are only carried through a conversion."""
     expected = set(hf_shapes(shape))
-    found = {name for name in names if not _IGNORED.search(name) and not name.startswith(shape.carried)}
+    found = {name for name in names if not name.startswith(shape.carried)}
     if shape.tied_embeddings:
         found.discard(HEAD)
     where = f"{path}: " if path else ""

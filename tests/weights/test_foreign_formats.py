@@ -13,6 +13,7 @@ from test_model_weights import build_policy
 from test_safe_pickle import Evil
 
 from megatron_dapo.cli import main
+from megatron_dapo.engines.sglang.transports import WeightManifest
 from megatron_dapo.errors import UserError
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
@@ -234,7 +235,10 @@ def test_computed_buffers_are_ignored_and_a_bias_of_the_output_is_explained(mode
     names = {f"model__layers__{i}__self_attn__rotary_emb__inv_freq": torch.ones(8) for i in range(4)}
     folder = with_tensors(models["qwen2"], tmp_path / "old", **names)
     hf_to_megatron(folder, tmp_path / "megatron")
-    assert verify(models["qwen2"], tmp_path / "megatron").same
+    assert verify(models["qwen2"], tmp_path / "megatron").same and verify(folder, tmp_path / "megatron").same
+    assert check_model_directory(folder) and not any("inv_freq" in name for name in HFReader(folder))
+    manifest = WeightManifest(folder)
+    assert not manifest.check(list(HFReader(models["qwen2"]).items())) and not manifest.missing()
     bias = {"model__layers__0__self_attn__o_proj__bias": torch.ones(64)}
     with pytest.raises(WeightsError, match=r"o_proj\.bias; a bias in the attention output .* is not supported"):
         hf_to_megatron(with_tensors(models["qwen2"], tmp_path / "llama", **bias), tmp_path / "out")

@@ -1,8 +1,8 @@
 """Readers and writers of checkpoint formats: HF, Megatron torch_dist, and Megatron's legacy files (read only).
 
 - `readers`            HF directories (`HFReader`), parameters in pieces (`PieceReader`), files of `torch.save`
-- `megatron_reader`    opens either Megatron format (`open_megatron`), or presents one as HF tensors (`MegatronAsHF`)
-- `torch_dist_reader`  the weights of a torch_dist checkpoint of any layout (`TorchDistReader`)
+- `megatron_reader`    opens either Megatron format (`open_megatron`); a torch_dist checkpoint of any layout
+                       (`TorchDistReader`); either one as HF tensors (`MegatronAsHF`)
 - `torch_dist_writer`  the files and metadata of a torch_dist checkpoint (`TorchDistWriter`)
 - `small_files`        what a torch_dist checkpoint has beside its tensors: metadata, arguments, version, iteration
 - `legacy_reader`      one `model_optim_rng.pt` per model-parallel rank (`LegacyReader`)
