@@ -129,8 +129,7 @@ def megatron_to_hf(
         writer.write_index(directory)
         carried, notes = export_carried(reference, directory, shape)
         notes += copy_side_files(reference, directory, dtypes[EMBEDDING])
-        if write_model_card(src, directory):
-            notes = [note for note in notes if not note.endswith("has no generation_config.json")]
+        notes = write_model_card(src, directory, notes)
     return report(src, dst, began, notes, carried)
 
 

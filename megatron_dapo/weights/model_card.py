@@ -8,14 +8,17 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_dapo.errors import UserError
+
 CARD, BASE_CARD, GENERATION = "README.md", "README.base.md", "generation_config.json"
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
 SCORE = re.compile(r"/(avg|pass|maj)@\d+$")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def write_model_card(checkpoint: Path, directory: Path) -> bool:
-    """Make the exported model in `directory` ready for publication. False if the checkpoint is not one of a run.
+def write_model_card(checkpoint: Path, directory: Path, notes: list[str]) -> list[str]:
+    """Make the exported model in `directory` ready for publication, if the checkpoint is one of a run. Returns the
+    notes of the export that remain, and one if there is no card because the run's configuration cannot be read.
 
     The card of the base model, which was copied with its side files, becomes README.base.md. A missing generation
     config is made of the token ids in config.json, as transformers would do.
@@ -24,15 +27,21 @@ def write_model_card(checkpoint: Path, directory: Path) -> bool:
     found = re.fullmatch(r"step_(\d+)(?:\+\d+)?", checkpoint.parent.name)
     run = checkpoint.parent.parent.parent
     if found is None or checkpoint.name != "policy" or not (run / "config.yaml").exists():
-        return False
-    if (directory / CARD).exists():
-        (directory / CARD).rename(directory / BASE_CARD)
-    (directory / CARD).write_text(_card(run, int(found[1]), (directory / BASE_CARD).exists()), encoding="utf-8")
+        return notes
     if not (directory / GENERATION).exists():
         config = json.loads((directory / "config.json").read_text())
         tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
         (directory / GENERATION).write_text(json.dumps({"_from_model_config": True} | tokens, indent=2) + "\n")
-    return True
+        notes = [note for note in notes if not note.endswith(f"has no {GENERATION}")]
+    try:
+        card = _card(run, int(found[1]), (directory / CARD).exists())
+    except (OSError, UserError, ValueError, LookupError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        return [*notes, f"there is no model card: {run / 'config.yaml'} cannot be read ({why})"]
+    if (directory / CARD).exists():
+        (directory / CARD).rename(directory / BASE_CARD)
+    (directory / CARD).write_text(card, encoding="utf-8")
+    return notes
 
 
 def _card(run: Path, step: int, has_base_card: bool) -> str:
@@ -74,7 +83,7 @@ def _environment(file: Path) -> dict[str, str]:
         last = json.loads(file.read_text())[-1]
         versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
         return {"hardware": last["hardware"], "versions": versions, "commit": last["commit"]}
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
+from megatron_dapo.weights.verify import verify
 
 CONFIG = """
 policy: {model: %s, optimizer: {lr: 1.0e-06}}
@@ -58,6 +59,17 @@ def test_other_exports_keep_the_card_of_their_source(run, tmp_path):
     (run / "config.yaml").unlink()
     megatron_to_hf(run, tmp_path / "out")
     assert (tmp_path / "out/README.md").read_text() == "the base"
+
+
+@pytest.mark.parametrize("content", [b"policy: [", b"", b"policy: {}", b"\xff", CONFIG.replace("%s", "1").encode()])
+def test_a_damaged_configuration_costs_only_the_card(run, tmp_path, models, content):
+    (run / "config.yaml").write_bytes(content)
+    (run / "environment.json").write_text("5")
+    report = megatron_to_hf(run, tmp_path / "out")
+    (note,) = [note for note in report.notes if "model card" in note]
+    assert str(run / "config.yaml") in note
+    assert (tmp_path / "out/README.md").read_text() == "the base" and verify(models["qwen2"], tmp_path / "out").same
+    assert (tmp_path / "out/generation_config.json").exists()
 
 
 def test_paths_may_be_relative(run, tmp_path, monkeypatch):
