@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dapo.config.families.tensors import Split, Transform
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import LoraConfig
+from megatron_dapo.files import INDEX
 from megatron_dapo.weights.convert import Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.mapping import (
@@ -39,6 +40,7 @@ from megatron_dapo.weights.mapping import (
     parameter_mappings,
     target_of,
 )
+from megatron_dapo.weights.side_files import copy_side_files
 
 PREFIX = "base_model.model."  # of the names in PEFT's files
 CONFIG_FILE = "adapter_config.json"
@@ -149,7 +151,8 @@ def adapter_config(names: Iterable[str], lora: LoraConfig, model: str) -> str:
 def merge_adapter(
     model: str | os.PathLike[str], adapter: str | os.PathLike[str], destination: str, *, overwrite: bool = False
 ) -> Report:
-    """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type."""
+    """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type. Its files have
+    the layout of the model's, so experts that are in one tensor stay there."""
     began = time.monotonic()
     for source in (model, adapter):
         check_paths(Path(source), Path(destination), overwrite)
@@ -165,28 +168,25 @@ def merge_adapter(
         raise WeightsError(f"{Path(adapter) / CONFIG_FILE}: expected {expected}, found {found}") from None
     tensors = read_adapter(adapter, shape, lora, base_fingerprint(model))
     changed = {name for name in weights if adapter_name(name, "A") in tensors}
-    if 2 * len(changed) != len(tensors) or not list(Path(model).glob("*.safetensors")):
-        raise WeightsError(
-            f"{model}: the adapter's layers must be separate tensors in .safetensors files; convert the model first"
-        )
+    if any(file.suffix != ".safetensors" for file in weights.files()):
+        raise WeightsError(f"{model}: expected .safetensors files; convert hf-to-megatron and back writes them")
     scale = lora.alpha / lora.rank
     not_finite = [f"{adapter}: tensor {name}" for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    need = sum(path.stat().st_size for path in Path(model).iterdir() if path.is_file())
+    need = sum(file.stat().st_size for file in weights.files())
     with new_directory(Path(destination), need, overwrite=overwrite) as folder:
-        for path in sorted(Path(model).iterdir()):
-            if path.suffix == ".safetensors":
-                merged = {}
-                for name, tensor in load_file(path).items():
-                    if name in changed:
-                        a, b = (tensors[adapter_name(name, half)].float() for half in "AB")
-                        tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
-                    merged[name] = tensor.contiguous()
-                    if not tensor.isfinite().all():
-                        not_finite.append(f"{Path(destination) / path.name}: tensor {name}")
-                save_file(merged, folder / path.name, metadata={"format": "pt"})
-            elif path.is_file():
-                shutil.copy2(path, folder / path.name)
-    notes = [f"{len(changed)} tensors have their adapter added"]
+        notes = [f"{len(changed)} tensors have their adapter added", *copy_side_files(Path(model), folder)]
+        for file in [*weights.files(), *Path(model).glob(INDEX)]:
+            shutil.copyfile(file, folder / file.name)
+        for name, stored in weights.stored.items():
+            tensor = weights[name]
+            if name in changed:
+                a, b = (tensors[adapter_name(name, half)].float() for half in "AB")
+                tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
+                with (folder / stored.file.name).open("r+b") as out:
+                    out.seek(stored.offset)
+                    out.write(tensor.view(torch.uint8).numpy().data)
+            if not tensor.isfinite().all():
+                not_finite.append(f"{Path(destination) / stored.file.name}: tensor {name}")
     return Report(Path(model), Path(destination), len(weights), need, time.monotonic() - began, not_finite, notes)
 
 

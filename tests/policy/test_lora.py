@@ -1,7 +1,9 @@
 """LoRA: adapters get the gradients of transformers' model in fp64, in every layout, and travel as PEFT's files."""
 
 import json
+import shutil
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_dapo.checkpoints.policy_state import load_policy
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.policy import LoraConfig
+from megatron_dapo.files import safetensors_header
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.model import lora
 from megatron_dapo.policy.policy import Policy
@@ -34,6 +37,8 @@ from megatron_dapo.weights.adapters import (
 from megatron_dapo.weights.fp8_checkpoint import hf_to_fp8
 from megatron_dapo.weights.mapping import WeightsError, parameter_mappings
 from megatron_dapo.weights.model_weights import use_server_weights
+from megatron_dapo.weights.names import packed, packing_order
+from megatron_dapo.weights.verify import verify
 
 LORA = OPTIONS["lora"]["lora"]
 jobs = RankJobs()
@@ -145,7 +150,7 @@ def oracle(request, tmp_path_factory):
     tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
     write_peft(folder / "adapter", tensors)
     report = merge_adapter(base, folder / "adapter", str(folder / "merged"))
-    assert report.notes == [f"{len(tensors) // 2} tensors have their adapter added"] and not report.not_finite
+    assert f"{len(tensors) // 2} tensors have their adapter added" in report.notes and not report.not_finite
     return shape, base, tensors, type(reference).from_pretrained(folder / "merged", config=reference.config)
 
 
@@ -181,6 +186,27 @@ def test_a_merged_model_is_replaced_only_when_asked(tmp_path, capsys):
     assert main([*command, "--overwrite"]) == 0
     assert main([*command[:-1], str(base), "--overwrite"]) == 2
     assert "must be outside the source" in capsys.readouterr().err
+
+
+def test_adapters_of_packed_experts_are_merged(tmp_path):
+    """As of a model that has a tensor for each expert. Weights in other files would be those before the merge."""
+    shape = synthetic_shape("moe")
+    tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
+    write_peft(tmp_path / "adapter", tensors)
+    single = hf_weights(hf_model(shape), tmp_path / "single")
+    weights = load_file(f"{single}/model.safetensors")
+    entries = [(name, weights[name].dtype, tuple(weights[name].shape)) for name in sorted(weights, key=packing_order)]
+    shutil.copytree(single, tmp_path / "packed")
+    content = b"".join(weights[name].view(torch.uint8).numpy().tobytes() for name, *_ in entries)
+    (tmp_path / "packed/model.safetensors").write_bytes(safetensors_header(packed(entries)) + content)
+    for other in ("consolidated.safetensors", "pytorch_model.bin"):
+        (tmp_path / "packed" / other).write_bytes(b"the model before")
+    for kind in ("single", "packed"):
+        merge_adapter(tmp_path / kind, tmp_path / "adapter", str(tmp_path / f"merged-{kind}"))
+    assert verify(tmp_path / "merged-single", tmp_path / "merged-packed").same
+    assert not verify(single, tmp_path / "merged-packed").same
+    assert load_file(tmp_path / "merged-packed/model.safetensors").keys() == {name for name, *_ in packed(entries)}
+    assert {p.name for p in (tmp_path / "merged-packed").iterdir()} == {p.name for p in Path(single).iterdir()}
 
 
 def test_merging_names_weights_that_are_not_finite(tmp_path, capsys):
