@@ -145,10 +145,10 @@ def new_directory(
 def _created(path: Path, need: int, overwrite: bool, plan: str, group: CopyGroup) -> Iterator[Path]:
     temporary, lock = _hidden(path, "incomplete"), _hidden(path, "lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    check_free(path, overwrite)
     descriptor = _lock(path, lock)
     try:
         _clean(path, temporary, plan)
+        check_free(path, overwrite)  # another conversion may have ended just before the lock was free
         _remove_abandoned(path.parent, temporary)
         check_space(path if _is_mount(path) else path.parent, need - _bytes_in(temporary))
         (temporary / PROGRESS).mkdir(parents=True, exist_ok=True)
@@ -158,6 +158,7 @@ def _created(path: Path, need: int, overwrite: bool, plan: str, group: CopyGroup
             yield temporary
             shutil.rmtree(temporary / PROGRESS)
             fsync_tree(temporary)
+            check_free(path, overwrite)  # nobody else has to know about the lock
             _publish(path, temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

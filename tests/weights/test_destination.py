@@ -279,6 +279,25 @@ def test_a_second_conversion_to_the_same_destination_is_refused(models, tmp_path
     assert out.is_dir() and beside(out) == []
 
 
+@pytest.mark.parametrize("moment", ["before the lock", "while writing"])
+def test_what_appears_meanwhile_is_not_replaced(models, tmp_path, monkeypatch, moment):
+    """Another conversion that has ended since the destination was found free; something that knows no lock."""
+    out, lock = tmp_path / "out", destination._lock
+
+    def after_another(path, name):
+        monkeypatch.undo()
+        hf_to_megatron(models["qwen3"], out)
+        return lock(path, name)
+
+    if moment == "before the lock":
+        monkeypatch.setattr(destination, "_lock", after_another)
+    with pytest.raises(WeightsError, match="pass --overwrite"), new_directory(out, 0) as folder:
+        assert moment == "while writing"
+        hf_to_megatron(models["qwen3"], folder / "other")
+        (folder / "other").rename(out)
+    assert verify(models["qwen3"], out).same and beside(out) == []
+
+
 def test_an_empty_directory_is_accepted_as_destination(models, tmp_path):
     out = tmp_path / "deep" / "out"
     out.mkdir(parents=True)
