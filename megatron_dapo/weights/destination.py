@@ -59,7 +59,8 @@ class CopyGroup:
             token = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{env.get('SLURM_RESTART_COUNT', 0)}"
             return cls(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), token)
         if "TORCHELASTIC_RUN_ID" in env and int(env.get("WORLD_SIZE", 1)) > 1:
-            return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['TORCHELASTIC_RUN_ID']}.{env['MASTER_PORT']}")
+            launcher = os.getppid() if env["WORLD_SIZE"] == env.get("LOCAL_WORLD_SIZE") else env["MASTER_PORT"]
+            return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['TORCHELASTIC_RUN_ID']}.{launcher}")
         return cls()
 
     def owns(self, file: int) -> bool:
@@ -217,8 +218,8 @@ def _lock(path: Path, name: Path) -> int:
     fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = not name.exists() or name.stat().st_ino != os.fstat(fd).st_ino  # its last holder has removed it
-    except BlockingIOError:
+        taken = name.stat().st_ino != os.fstat(fd).st_ino
+    except (BlockingIOError, FileNotFoundError):  # its last holder has removed it
         taken = True
     except OSError:  # a file system without locks
         taken = False
@@ -249,12 +250,11 @@ def _clean(path: Path, temporary: Path, plan: str) -> None:
 def _remove_abandoned(parent: Path, mine: Path) -> None:
     """Unfinished conversions beside this one that nothing has written to for a week, and that no run has locked."""
     for other in parent.glob(".*.incomplete"):
-        plan = other / PROGRESS / _PLAN
-        newest = max((p.stat().st_mtime for p in other.rglob("*")), default=math.inf) if plan.is_file() else math.inf
-        if other == mine or time.time() - newest < _ABANDONED_SECONDS:
-            continue
-        lock = other.with_suffix(".lock")
-        with contextlib.suppress(OSError, WeightsError):
+        with contextlib.suppress(OSError, WeightsError):  # it may end meanwhile, or be of another user
+            plan, lock = other / PROGRESS / _PLAN, other.with_suffix(".lock")
+            stamps = [p.stat().st_mtime for p in other.rglob("*")] if plan.is_file() else []
+            if other == mine or time.time() - max(stamps, default=math.inf) < _ABANDONED_SECONDS:
+                continue
             descriptor = _lock(other, lock)
             shutil.rmtree(other)
             os.unlink(lock)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -231,6 +232,18 @@ def test_a_task_that_fails_ends_the_others(models, tmp_path, monkeypatch):
     assert not (tmp_path / "m").exists() and beside(tmp_path / "m") == []
 
 
+def test_every_start_of_torchrun_has_its_token(monkeypatch):
+    """Without --rdzv-id its id and port are always the same: the ranks would follow what a killed start has left."""
+    environment = {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in (environment | {"LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    tokens = []
+    for launcher in (7, 7, 8):
+        monkeypatch.setattr(os, "getppid", lambda launcher=launcher: launcher)
+        tokens.append(CopyGroup.from_environment().token)
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
 def test_a_batch_script_is_not_taken_for_a_task(monkeypatch):
     """It has SLURM_NTASKS and SLURM_PROCID, but runs alone."""
     monkeypatch.setenv("SLURM_NTASKS", "8")
@@ -325,6 +338,15 @@ def test_progress_counts_every_byte_once(models, tmp_path):
     seen.clear()
     report = convert.megatron_to_hf(tmp_path / "m", tmp_path / "h", progress=lambda *x: seen.append(x))
     assert seen[-1] == (report.nbytes, report.nbytes)
+
+
+def test_a_conversion_may_end_while_the_next_one_begins_in_the_same_folder(models, tmp_path, monkeypatch):
+    (tmp_path / ".other.incomplete" / PROGRESS).mkdir(parents=True)
+    (tmp_path / ".other.incomplete" / PROGRESS / "plan").write_text("{}")
+    listed = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda self, *args: [*listed(self, *args), self / "renamed meanwhile"])
+    hf_to_megatron(models["qwen2"], tmp_path / "new")
+    assert (tmp_path / "new/release").is_dir() and (tmp_path / ".other.incomplete").is_dir()
 
 
 def test_an_abandoned_conversion_is_removed_after_a_week(models, tmp_path):
