@@ -124,6 +124,7 @@ def check_staleness(metrics: dict[str, float], config: RolloutConfig, step: int)
     found = metrics["rollout/staleness_max"]
     if config.max_staleness and found > config.staleness_limit:
         raise UserError(
-            f"the batch of step {step} has tokens that are {found:.0f} weight versions old, but rollout.max_staleness "
-            f"is {config.max_staleness}: if it was lowered for this start, train this step with the earlier value"
+            f"the batch of step {step + 1} has tokens that are {found:.0f} weight versions old, but "
+            f"rollout.max_staleness is {config.max_staleness}: if it was lowered for this start, train this step "
+            "with the earlier value"
         )

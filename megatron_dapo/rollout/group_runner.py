@@ -222,7 +222,7 @@ class _EngineLoad:
 
 
 def _name(pending: PendingGroup, sample: Sample) -> str:
-    return f"step{pending.step}-group{pending.serial}-sample{sample.index}"
+    return f"step{pending.step + 1}-group{pending.serial}-sample{sample.index}"
 
 
 ABORT_REPEAT = 1.0  # seconds between two aborts: a request may have reached the engine after the first
@@ -261,7 +261,7 @@ class RunningGroups:
         except TimeoutError:
             names = ", ".join(repr(pending.group.prompt.id) for pending in list(self._tasks.values())[:3])
             raise EngineError(
-                f"step {self._step}: no sample finished within {self._stall_timeout:.0f} s "
+                f"step {self._step + 1}: no sample finished within {self._stall_timeout:.0f} s "
                 f"(rollout.sampler.stall_timeout); {len(self._tasks)} groups are running, among them the prompts "
                 f"{names}"
             ) from None
@@ -282,7 +282,7 @@ class RunningGroups:
                 self._runner.leave_grading()
             if clock() > began + ABORT_TIMEOUT:
                 raise EngineError(
-                    f"step {self._step}: {len(self._tasks)} groups did not end within {ABORT_TIMEOUT:.0f} s after "
+                    f"step {self._step + 1}: {len(self._tasks)} groups did not end within {ABORT_TIMEOUT:.0f} s after "
                     "their requests were aborted"
                 )
             await self._runner.engine.abort()

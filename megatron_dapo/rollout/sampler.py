@@ -338,7 +338,7 @@ class StepCollector:
         most = self._options.max_failed_groups
         if self._accounting.failed_groups > (most * self._needed if 0 < most < 1 else most):
             raise EngineError(
-                f"step {self._step}: {self._accounting.failed_groups} groups failed "
+                f"step {self._step + 1}: {self._accounting.failed_groups} groups failed "
                 f"(rollout.sampler.max_failed_groups is {most:g}); the last: {error}"
             )
         self._groups.remove(pending)
@@ -372,8 +372,8 @@ class StepCollector:
         found = self._accounting
         cause = "the prompts ran out" if self._exhausted else f"{found.submitted_groups} prompts were sampled"
         return (
-            f"step {self._step}: {cause} and {self._groups.count(GroupState.KEPT)} of {self._needed} groups were kept; "
-            f"dropped: {dict(sorted(found.dropped_groups.items())) or 'none'}, failed: {found.failed_groups}"
+            f"step {self._step + 1}: {cause} and {self._groups.count(GroupState.KEPT)} of {self._needed} groups were "
+            f"kept; dropped: {dict(sorted(found.dropped_groups.items())) or 'none'}, failed: {found.failed_groups}"
             + (f" (the last: {self._last_failure})" if self._last_failure else "")
         )
 

@@ -206,7 +206,7 @@ class Trainer:
             with self.collectives.on_driver("sampling a batch") as mine:
                 if mine:
                     raise EngineError(
-                        f"the gate rejected {BATCH_ATTEMPTS} batches of step {self.steps_done} (trainer.gate)"
+                        f"the gate rejected {BATCH_ATTEMPTS} batches of step {self.steps_done + 1} (trainer.gate)"
                     )
         self.current = step
         step.rollout_metrics |= self.rollouts.reward_metrics()  # before the next batch is graded
@@ -229,7 +229,7 @@ class Trainer:
                 self.saves.unsaved = True
                 phase.update(step.updates_done, updates, "updates")
                 if not step.complete:
-                    doing = f"training, {step.updates_done} of {updates} updates of step {self.steps_done} done"
+                    doing = f"training, {step.updates_done} of {updates} updates of step {self.steps_done + 1} done"
                     self.collectives.stop_if_requested(doing)
         if self.critic is not None:
             self.saves.unsaved = True

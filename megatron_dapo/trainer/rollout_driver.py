@@ -428,7 +428,7 @@ class RolloutDriver:
             batch = StepBatch.from_state(saved)
             shaped, _ = shape_batch(batch, self.config)
             if not np.isfinite(shaped.advantages).all():
-                raise ValueError(f"the batch of step {batch.step} has advantages that are not finite")
+                raise ValueError(f"the batch of step {batch.step + 1} has advantages that are not finite")
 
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""

@@ -189,7 +189,7 @@ class Rollouts:
             self.sampling = self.sampling or not has_batch
             self._collect_to(step)
             return self.wait_for(
-                f"sampling the batch of step {step}", lambda driver: driver.batch(step), stoppable=True
+                f"sampling the batch of step {step + 1}", lambda driver: driver.batch(step), stoppable=True
             )
 
     def remove_batch(self, step: int) -> None:
@@ -200,7 +200,7 @@ class Rollouts:
 
     def reject_batch(self, step: int) -> None:
         """It must not be trained on; `sample` collects it again."""
-        self.wait_for(f"rejecting the batch of step {step}", lambda driver: driver.reject(step))
+        self.wait_for(f"rejecting the batch of step {step + 1}", lambda driver: driver.reject(step))
 
     def collect_ahead(self, step: int) -> None:
         """While `step` is trained, the engines generate what `rollout.max_staleness` and kept weights admit. Not after
@@ -223,7 +223,7 @@ class Rollouts:
             return
         with self._observer.phase("rollout"):
             fault_points.reach("loop/before_await_ahead")
-            self.wait_for(f"sampling ahead of step {step}", lambda driver: driver.queue.idle(), stoppable=True)
+            self.wait_for(f"sampling ahead of step {step + 1}", lambda driver: driver.queue.idle(), stoppable=True)
 
     @contextlib.contextmanager
     def paused(self, step: int) -> Iterator[None]:

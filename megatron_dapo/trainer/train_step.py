@@ -223,7 +223,7 @@ class TrainStep:
             folder.mkdir(exist_ok=True)
             chosen = self.mini_batches[update % len(self.mini_batches)]
             text = orjson.dumps([self.source.samples[i].to_state() for i in chosen], default=json_default)
-            (folder / f"step_{step}_{whose}update_{update}.json").write_bytes(text)
+            (folder / f"step_{step + 1}_{whose}update_{update + 1}.json").write_bytes(text)
 
 
 def share_batch(
@@ -343,7 +343,7 @@ class Updates:
                     if version == 0:
                         raise
                     rejected = str(error)
-                    self.observer.warn(f"the batch of step {version} is sampled again: {error}")
+                    self.observer.warn(f"the batch of step {version + 1} is sampled again: {error}")
         if first and not rejected:
             self.observer.report(str(gap))
         if gap is not None and version == 0:  # a resumed run records what an uninterrupted one does
@@ -369,7 +369,7 @@ class Updates:
             return
         with self.observer.phase("critic") as phase, critic.turn():
             while (update := step.critic_updates) < total:
-                doing = f"training, {update} of {total} updates of the critic in step {version} done"
+                doing = f"training, {update} of {total} updates of the critic in step {version + 1} done"
                 self._collectives.stop_if_requested(doing)
                 batch = step.batch.select(step.mini_batches[update % len(step.mini_batches)])
                 try:
@@ -419,7 +419,7 @@ class Updates:
     def _report_skip(
         self, step: TrainStep, version: int, error: UpdateRefused, update: int, in_a_row: int, whose: str = ""
     ) -> None:
-        self.observer.warn(f"step {version}, {whose.replace('_', ' ')}update {update} skipped: {error}")
+        self.observer.warn(f"step {version + 1}, {whose.replace('_', ' ')}update {update + 1} skipped: {error}")
         try:
             step.dump(Path(self._config.trainer.run_dir) / "dumps", version, update, whose)
         except OSError as full:

@@ -240,7 +240,7 @@ def test_failed_groups_are_counted_and_limited():
     (batch,), *_ = collect(config, engine=lambda: SimulatedEngine(fault=broken))
     assert len(batch.groups) == 4 and batch.metrics["rollout/groups_failed"] == 2
     assert not {"p1", "p2"} & {group.prompt.id for group in batch.groups}
-    with pytest.raises(EngineError, match=r"2 groups failed .* server http://simulated: generate step0-group"):
+    with pytest.raises(EngineError, match=r"step 1: 2 groups failed .* server http://simulated: generate step1-group"):
         collect(rollout(max_failed_groups=1), engine=lambda: SimulatedEngine(fault=broken))
 
 

@@ -178,8 +178,8 @@ def test_an_update_that_is_not_finite_is_skipped(straight, tmp_path):
     found = steps_of(tmp_path)
     assert [step["critic/update_skipped"] for step in found] == [1, 0]
     assert [step["train/update_skipped"] for step in found] == [0, 0]
-    assert "step 0, critic update 2 skipped: planted" in (tmp_path / "logs" / "warnings.log").read_text()
-    assert (tmp_path / "dumps" / "step_0_critic_update_2.json").exists()
+    assert "step 1, critic update 3 skipped: planted" in (tmp_path / "logs" / "warnings.log").read_text()
+    assert (tmp_path / "dumps" / "step_1_critic_update_3.json").exists()
 
 
 PRETRAINING = {

@@ -63,7 +63,7 @@ def test_lost_engine(straight, tmp_path, capfd):
     raw = config(straight[0], tmp_path)
     assert run(raw, lose_engine) == 1
     said = capfd.readouterr().err
-    assert "rank 0 failed while sampling the batch of step 1" in said and "the last server is gone" in said
+    assert "rank 0 failed while sampling the batch of step 2" in said and "the last server is gone" in said
     assert f"Saved first: {tmp_path / 'checkpoints' / 'step_1+0'}; start the same command again to continue." in said
     assert "Traceback" not in said
     assert run(raw) == 0

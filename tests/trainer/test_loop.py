@@ -248,9 +248,9 @@ def test_skipped_update_is_dumped_and_the_run_continues(folder, tmp_path):
     raw = raw_config(folder, tmp_path, trainer__steps=3)
     assert run(raw, at_point("loop/before_update", 3, fail_with(NonFiniteError("planted")))) == 0
     assert [m["train/update_skipped"] for m in steps_of(tmp_path)] == [0, 1, 0]
-    dumped = json.loads((tmp_path / "dumps" / "step_1_update_0.json").read_bytes())
+    dumped = json.loads((tmp_path / "dumps" / "step_2_update_1.json").read_bytes())
     assert len(dumped) == 8 and "response_tokens" in dumped[0]
-    assert "skipped: planted" in (tmp_path / "logs" / "warnings.log").read_text()
+    assert "step 2, update 1 skipped: planted" in (tmp_path / "logs" / "warnings.log").read_text()
 
 
 def test_too_many_skipped_updates_end_the_run_without_a_save(folder, tmp_path, capfd):

@@ -94,14 +94,14 @@ def test_a_bad_batch_is_sampled_again_and_the_run_is_the_same(straight, tmp_path
     raw = config(straight[0], tmp_path)
     raw["observe"]["console"] = "plain"
     assert run(raw, bad_engine(2 * BATCH + 1, 3 * BATCH)) == 0
-    assert "the batch of step 2 is sampled again: trainer and engine disagree" in "".join(capfd.readouterr())
+    assert "the batch of step 3 is sampled again: trainer and engine disagree" in "".join(capfd.readouterr())
     assert_trained_like(tmp_path, straight)
 
 
 def test_an_engine_that_stays_bad_ends_the_run_and_its_batches_are_not_saved(straight, tmp_path, capfd):
     raw = config(straight[0], tmp_path)
     assert run(raw, bad_engine(2 * BATCH + 1, 10**9)) == 1
-    assert "the gate rejected 3 batches of step 2" in capfd.readouterr().err
+    assert "the gate rejected 3 batches of step 3" in capfd.readouterr().err
     assert run(raw) == 0
     assert_trained_like(tmp_path, straight)
 
