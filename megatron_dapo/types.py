@@ -111,16 +111,20 @@ class Grade:
         """Instead of a grade that no advantage can be computed from."""
         return cls(None, 0.0, reason=f"invalid: {why}")
 
+    def plain(self) -> Grade:
+        """This grade in plain Python values. Raises if a score or reward is not a usable number."""
+        return Grade(
+            None if self.correct is None else bool(self.correct), score_of(self.score),
+            None if self.extracted is None else _plain(self.extracted), _plain(self.reason),
+            {_plain(name): None if value is None else score_of(value) for name, value in self.parts.items()},
+            tuple(map(score_of, self.turns)),
+        )  # fmt: skip
+
     def checked(self) -> Grade:
-        """This grade in plain Python values; `invalid` if a score or reward is not a usable number. Graders and rollout
-        functions are foreign code: a NaN in one grade would end the run, and be saved before."""
+        """As `plain`, but `invalid` instead of an error. Graders and rollout functions are foreign code: a NaN in one
+        grade would end the run, and be saved before."""
         try:
-            return Grade(
-                None if self.correct is None else bool(self.correct), score_of(self.score),
-                None if self.extracted is None else _plain(self.extracted), _plain(self.reason),
-                {_plain(name): None if value is None else score_of(value) for name, value in self.parts.items()},
-                tuple(map(score_of, self.turns)),
-            )  # fmt: skip
+            return self.plain()
         except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
             return Grade.invalid(error)
 

@@ -43,7 +43,7 @@ def run(config: Config, out: str | Path | None, seed: int) -> Evaluation:
     folder, settings = create_output(out, config.trainer.run_dir), config.resolved_evaluate
     console = Console(markup=False, emoji=False)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
-    function = load_rollout_function(config.rollout, tokenizer)
+    function = load_rollout_function(config, tokenizer)
     sets = {name: load_prompts(file, tokenizer, config.rollout.max_prompt_tokens) for name, file in files.items()}
     for prompts in sets.values():
         console.print(prompts.report.summary(), highlight=False, soft_wrap=True)

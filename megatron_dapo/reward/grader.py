@@ -1,8 +1,8 @@
 """Graders: they turn a response into a `Grade`.
 
 Built in are `math` (equivalence), `dapo` (the published run's rules) and `exact` (the same text). Anything else is the
-user's own function, `python:module.function`, called with the prompt and the response text. It may be async and may
-return a Grade, a bool or a float. A built-in grader also has `quick`: bounded string operations that decide most
+user's own function, `python:module.function`, called with the prompt and the response text. It may be async;
+`Scores.read` says what it may return. A built-in grader also has `quick`: bounded string operations that decide most
 responses in the calling process. Where `quick` returns None, `grade` may take long or never end, so it runs in a
 grading process (`reward.pool`).
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
@@ -87,31 +86,46 @@ class Graders:
 
 
 class Scores:
-    """The scores of correct and wrong responses."""
+    """The scores of correct and wrong responses. `scale` is `reward.scores`."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, scale: str) -> None:
         self.right = 1.0
-        self.wrong = -1.0 if config.scores == "plus-minus-one" else 0.0
+        self.wrong = -1.0 if scale == "plus-minus-one" else 0.0
 
     def grade(self, correct: bool, extracted: str | None, reason: str) -> Grade:
         return Grade(correct, self.right if correct else self.wrong, extracted, reason)
 
-    def adopt(self, result: Any) -> Grade:
-        """A user function's result as a Grade. A float is the score; it is correct above the middle of the scale."""
-        if isinstance(result, Grade) and math.isfinite(result.score):
-            return result
-        if isinstance(result, bool):
-            return self.grade(result, None, "")
-        if isinstance(result, int | float) and math.isfinite(result):
-            return Grade(result > (self.right + self.wrong) / 2, float(result))
-        raise TypeError(f"the grader returned {result!r:.200}; expected a Grade, a bool or a finite float")
+    def read(self, returned: Any) -> Grade:
+        """The grade that a grader function, a grading server or a rollout function has returned.
+
+        It is a Grade, a bool, a number (the score; correct above the middle of the scale), or a dict with `score` and
+        optionally `correct` (verl: `acc`), `extracted`, `reason` and `turns`; other keys are ignored. Scalars of numpy
+        and torch are numbers. A dict whose score is None is ungraded. The values may be unusable: see `Grade.plain`.
+        """
+        if isinstance(returned, Grade):
+            return returned
+        found = returned if isinstance(returned, dict) else {"score": returned}
+        score, correct = _scalar(found.get("score")), _scalar(found.get("correct", found.get("acc")))
+        extracted, reason = found.get("extracted"), found.get("reason") or ""
+        if score is None and found is returned and "score" in found:
+            return Grade(None, 0.0, extracted, reason or "the grader gave no score")
+        if not isinstance(score, int | float) or not isinstance(correct, int | float | None):
+            raise TypeError(f"expected a Grade, a bool, a number or a dict with 'score', found {returned!r:.200}")
+        is_correct = score > (self.right + self.wrong) / 2 if correct is None else correct > 0.5
+        if isinstance(score, bool):
+            score = self.right if score else self.wrong
+        return Grade(is_correct, score, extracted, reason, turns=tuple(found.get("turns") or ()))
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 class MathGrader:
     """Correct if the answer has the reference's value or text, however it is written."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._scores = Scores(config)
+        self._scores = Scores(config.scores)
 
     def quick(self, prompt: Prompt, response: str) -> Grade | None:
         answer = final_answer(response)
@@ -132,7 +146,7 @@ class DapoGrader:
     """The published run's rules; all of them are string operations."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._scores = Scores(config)
+        self._scores = Scores(config.scores)
         self._rule = config.dapo_rule
 
     def quick(self, prompt: Prompt, response: str) -> Grade:
@@ -160,17 +174,17 @@ class FunctionGrader:
     """The user's own function, sync or async."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._scores = Scores(config)
+        self._scores = Scores(config.scores)
         self._function: Callable[..., Any] = load_function(config.grader, "reward.grader")
         self.is_async = inspect.iscoroutinefunction(self._function)
 
     def grade(self, prompt: Prompt, response: str) -> Grade:
         if self.is_async:
             return asyncio.run(self.grade_async(prompt, response))
-        return self._scores.adopt(self._function(prompt, response))
+        return self._scores.read(self._function(prompt, response)).plain()
 
     async def grade_async(self, prompt: Prompt, response: str) -> Grade:
-        return self._scores.adopt(await self._function(prompt, response))
+        return self._scores.read(await self._function(prompt, response)).plain()
 
 
 def load_grader(config: RewardConfig) -> Grader:

@@ -185,8 +185,7 @@ class HttpReward(RemoteGrader):
         request  {"responses": [{"prompt_id", "prompt", "answer", "source", "meta", "response"}, …]}
         reply    {"grades": [grade, …]}, in the same order and of the same length
 
-    A grade is a number (the score), a boolean, null (ungraded), or an object with `score`, and optionally `correct`,
-    `extracted`, `reason` and `turns` (a reward for each turn). A reply that cannot be matched with its request, and a
+    A grade is null (ungraded), or what `Scores.read` reads. A reply that cannot be matched with its request, and a
     request that the server refuses or fails on, is repeated with one response at a time: one response that the server
     cannot handle does not make the others ungraded.
     """
@@ -196,7 +195,7 @@ class HttpReward(RemoteGrader):
     def __init__(self, config: RewardConfig, key: str = "reward.http") -> None:
         super().__init__(config.http, key)
         self._config = config.http
-        self._scores = Scores(config)
+        self._scores = Scores(config.scores)
         self._waiting: list[_Waiting] = []
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
@@ -259,42 +258,13 @@ class HttpReward(RemoteGrader):
         if not isinstance(grades, list) or len(grades) != len(batch):
             found = f"{len(grades)} grades" if isinstance(grades, list) else f"{reply!r:.200}"
             raise RemoteFailure("unusable-reply", f"expected {len(batch)} grades, found {found}")
-        return [self._adopt(grade) for grade in grades]
+        return [self._read(grade) for grade in grades]
 
-    def _adopt(self, value: Any) -> Grade:
-        if value is None:
-            return Grade(None, 0.0, None, "the server could not grade it")
-        if isinstance(value, bool) or _is_number(value):
-            return self._scores.adopt(value)
-        if isinstance(value, dict) and _is_grade(value):
-            return self._from_object(value)
-        raise RemoteFailure("unusable-reply", f"expected a grade, found {value!r:.200}")
-
-    def _from_object(self, value: dict[str, Any]) -> Grade:
-        extracted, reason = value.get("extracted"), str(value.get("reason") or "")
-        if value["score"] is None:
-            return Grade(None, 0.0, extracted, reason or "the server could not grade it")
-        base = self._scores.adopt(float(value["score"]))
-        correct = base.correct if value.get("correct") is None else value["correct"]
-        turns = tuple(float(reward) for reward in value.get("turns") or ())
-        return Grade(correct, base.score, extracted, reason, turns=turns)
-
-
-def _is_grade(value: dict[str, Any]) -> bool:
-    turns = value.get("turns") or []
-    return (
-        "score" in value
-        and (value["score"] is None or _is_number(value["score"]))
-        and isinstance(value.get("correct"), bool | None)
-        and isinstance(value.get("extracted"), str | None)
-        and isinstance(turns, list)
-        and all(map(_is_number, turns))
-    )
-
-
-def _is_number(value: Any) -> bool:
-    """That a float can hold: JSON may have more digits."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    def _read(self, value: Any) -> Grade:
+        try:
+            return self._scores.read({"score": None} if value is None else value).plain()
+        except (TypeError, ValueError, OverflowError):
+            raise RemoteFailure("unusable-reply", f"expected a grade, found {value!r:.200}") from None
 
 
 _FIELD = re.compile(r"\{(question|answer|response)\}")
@@ -324,7 +294,7 @@ class Judge(RemoteGrader):
     def __init__(self, config: RewardConfig, key: str = "reward.judge") -> None:
         super().__init__(config.judge, key)
         self._config = config.judge
-        self._scores = Scores(config)
+        self._scores = Scores(config.scores)
         self._pattern = None if config.judge.score_pattern is None else re.compile(config.judge.score_pattern)
         self._structured = self._pattern is None
 
@@ -396,7 +366,8 @@ def _own_score(reply: str, number: str) -> float | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(found, dict) and found.get("id") == number:
-            return float(found["score"]) if _is_number(found.get("score")) else None
+            score: Any = found.get("score")  # JSON may have more digits than a float can hold
+            return float(score) if type(score) in (int, float) and abs(score) <= sys.float_info.max else None
     return None
 
 

@@ -65,7 +65,7 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     load_estimator(config.algorithm)
     open_graders(config.reward)
     load_group_filter(config.rollout.group_filter)
-    load_rollout_function(config.rollout)
+    load_rollout_function(config)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     _check_weights(config, shape)
     if reads_values(config.algorithm):

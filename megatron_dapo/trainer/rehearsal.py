@@ -101,7 +101,7 @@ async def _group(config: Config, prompt: Prompt) -> tuple[Group, str]:
             await grader.graders.open()
         runner = GroupRunner(
             StandIn(prompt.answer, tokenizer), grader.grade, config.rollout, None, GroupEvents(),
-            load_rollout_function(config.rollout, tokenizer),
+            load_rollout_function(config, tokenizer),
         )  # fmt: skip
         key = "rollout.generate or reward.grader" if config.rollout.generate else "reward.grader"
         try:

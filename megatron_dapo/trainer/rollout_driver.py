@@ -168,7 +168,7 @@ class RolloutDriver:
         )
         self._observer = observer or NullObserver()
         self._responses = ResponseGrader(config.reward, tokenizer)
-        self._function = load_rollout_function(config.rollout, tokenizer)
+        self._function = load_rollout_function(config, tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
         self._operations: set[asyncio.Task[Any] | None] = set()  # that run

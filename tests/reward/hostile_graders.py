@@ -34,6 +34,8 @@ def by_response(prompt, response):
         raise SystemExit(3)
     if response == "raise":
         raise ValueError("what a strange response")
+    if response == "numpy":
+        return Grade(np.True_, np.float32(0.5))
     if response == "shrug":
         return Grade(None, 0.0, None, "cannot say")
     return response == prompt.answer

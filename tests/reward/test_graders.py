@@ -136,6 +136,9 @@ def test_extraction_is_linear_in_the_response():
 
 
 USER_MODULE = """
+    import numpy as np
+    import torch
+
     from megatron_dapo.types import Grade
 
     def a_bool(prompt, response):
@@ -155,6 +158,30 @@ USER_MODULE = """
 
     def not_finite(prompt, response):
         return float("nan")
+
+    def several(prompt, response):
+        return np.zeros(3)
+
+    def scalar(prompt, response):
+        return np.float32(0.25)
+
+    def verl(prompt, response):
+        return {"score": torch.tensor(-0.5), "acc": np.True_, "pred": response}
+
+    def verl_number(prompt, response):
+        return {"score": np.bool_(True), "acc": 0.0, "reason": "why"}
+
+    def a_numpy_grade(prompt, response):
+        return Grade(np.True_, np.float32(0.5), 42, turns=np.ones(2, np.float32))
+
+    def no_score(prompt, response):
+        return {"score": None, "reason": "no idea"}
+
+    def only_accuracy(prompt, response):
+        return {"acc": True}
+
+    def text_as_verdict(prompt, response):
+        return {"score": 1.0, "correct": "no"}
 """
 
 
@@ -166,7 +193,7 @@ def user_module(tmp_path, monkeypatch):
     sys.modules.pop("my_grading", None)
 
 
-def test_user_functions_may_return_a_grade_a_bool_or_a_float(user_module):
+def test_user_functions_may_return_a_grade_a_bool_a_number_or_a_dict(user_module):
     assert grade(user_module + "a_bool", "x", "x") == Grade(True, 1.0)
     assert grade(user_module + "a_bool", "x", "y") == Grade(False, -1.0)
     assert grade(user_module + "a_bool", "x", "y", scores="zero-one") == Grade(False, 0.0)
@@ -175,9 +202,18 @@ def test_user_functions_may_return_a_grade_a_bool_or_a_float(user_module):
     # A float is the score; correct means above the middle of the scale, 0 or 0.5.
     assert grade(user_module + "a_float", "x", "abc") == Grade(True, 0.3)
     assert grade(user_module + "a_float", "x", "abc", scores="zero-one") == Grade(False, 0.3)
-    for broken in ("nothing", "not_finite"):
-        with pytest.raises(TypeError, match="expected a Grade, a bool or a finite float"):
+    assert grade(user_module + "scalar", "x", "y") == Grade(True, 0.25)
+    assert grade(user_module + "scalar", "x", "y", scores="zero-one") == Grade(False, 0.25)
+    assert grade(user_module + "verl", "x", "y") == Grade(True, -0.5)
+    assert grade(user_module + "verl_number", "x", "y") == Grade(False, 1.0, None, "why")
+    assert grade(user_module + "no_score", "x", "y") == Grade(None, 0.0, None, "no idea")
+    found = grade(user_module + "a_numpy_grade", "x", "y")
+    assert (found, type(found.correct), type(found.score)) == (Grade(True, 0.5, "42", turns=(1.0, 1.0)), bool, float)
+    for broken in ("nothing", "several", "only_accuracy", "text_as_verdict"):
+        with pytest.raises(TypeError, match="expected a Grade, a bool, a number or a dict with 'score'"):
             grade(user_module + broken, "x", "y")
+    with pytest.raises(ValueError, match="nan is not a number"):
+        grade(user_module + "not_finite", "x", "y")
 
 
 def test_unknown_graders_are_refused_early(user_module):

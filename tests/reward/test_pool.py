@@ -249,8 +249,8 @@ def test_a_machine_that_cannot_start_processes_is_an_error(monkeypatch):
 
 
 def test_a_grader_may_leave_a_response_ungraded():
-    grades, metrics = run(RewardConfig(grader=HOSTILE + "by_response", workers=1), [("yes", "shrug")])
-    assert grades == [Grade(None, 0.0, None, "cannot say")]
+    grades, metrics = run(RewardConfig(grader=HOSTILE + "by_response", workers=1), [("yes", "shrug"), ("yes", "numpy")])
+    assert grades == [Grade(None, 0.0, None, "cannot say"), Grade(True, 0.5)] and metrics["reward/restarts"] == 0
     assert metrics["reward/ungraded/by-grader"] == 1
 
 

@@ -81,12 +81,14 @@ def test_a_grade_can_be_an_object_a_boolean_or_null():
     given = [
         {"score": 0.25, "correct": True, "extracted": "42", "reason": "close", "turns": [0.5, -0.5]},
         {"score": None, "reason": "no idea"}, None, True, False, {"score": -0.5},
+        {"score": 1.0, "acc": False},
     ]  # fmt: skip
-    grades, metrics, _ = run_http(lambda request, body: reply({"grades": given}), ["x"] * 6)
+    grades, metrics, _ = run_http(lambda request, body: reply({"grades": given}), ["x"] * 7)
     assert grades == [
         Grade(True, 0.25, "42", "close", turns=(0.5, -0.5)),
-        Grade(None, 0.0, None, "no idea"), Grade(None, 0.0, None, "the server could not grade it"),
+        Grade(None, 0.0, None, "no idea"), Grade(None, 0.0, None, "the grader gave no score"),
         Grade(True, 1.0), Grade(False, -1.0), Grade(False, -0.5),
+        Grade(False, 1.0),
     ]  # fmt: skip
     assert (metrics["reward/ungraded/by-grader"], metrics["reward/errors"]) == (2, 0)
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from conversation_engine import END, TOKENIZER, ConversationEngine, logprob_of, next_token
 from simulation import Prompts, collect, collect_with_cuts, rollout, run_virtually, through_json
 
 from megatron_dapo.algorithm.filtering import give_up_after
+from megatron_dapo.config import parse_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion
 from megatron_dapo.errors import EngineError, UserError
@@ -557,6 +559,21 @@ def test_rewards_of_turns_are_added_to_the_score():
             assert samples[0].grade.score == float(samples[0].grade.correct) + 0.25 * rewarded
 
 
+def test_a_function_may_return_what_a_grader_may():
+    given = {"p0": np.True_, "p1": np.float32(-0.5), "p2": {"score": torch.tensor(0.25), "acc": False}}
+
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=2)
+        return given.get(prompt.id, "right")
+
+    config = rollout(samples=1).model_copy(update={"dynamic_sampling": False})
+    (batch,), *_ = collect(config, needed=3, engine=ConversationEngine, function=function_of(function))
+    found = {group.prompt.id: group.samples[0].grade for group in batch.groups}
+    assert found == {"p0": Grade(True, 1.0), "p1": Grade(False, -0.5), "p2": Grade(False, 0.25)}
+    with pytest.raises(UserError, match=r"python:test.function on prompt 'p3': expected a Grade.*found 'right'"):
+        collect(config, engine=ConversationEngine, function=function_of(function))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e308])
 @pytest.mark.parametrize("by", ["reward", "turns", "score", "parts"])
 def test_an_invalid_reward_leaves_a_rollout_ungraded_and_is_not_saved(by, value):
@@ -661,10 +678,11 @@ def test_a_function_is_checked_when_it_is_loaded(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    good = load_rollout_function(RolloutConfig(generate="python:own_rollout.good", generate_settings={"n": 3}))
-    assert good.resume == "turn" and good.settings == {"n": 3}
-    assert load_rollout_function(RolloutConfig()) is None
+    raw = {"rollout": {"generate": "python:own_rollout.good", "generate_settings": {"n": 3}}}
+    good = load_rollout_function(parse_config(raw | {"reward": {"scores": "zero-one"}}))
+    assert (good.resume, good.settings, good.scale) == ("turn", {"n": 3}, "zero-one")
+    assert load_rollout_function(parse_config({})) is None
     for name, message in (("plain", "async def"), ("odd", "resume='sometimes'"), ("none", "no function 'none'")):
         with pytest.raises(UserError, match=message):
-            load_rollout_function(RolloutConfig(generate=f"python:own_rollout.{name}"))
+            load_rollout_function(parse_config({"rollout": {"generate": f"python:own_rollout.{name}"}}))
     assert rollout_function()(good.function) is good.function

@@ -5,7 +5,7 @@
         turn = await conversation.generate()
         conversation.append(answer_of_the_tool(turn.text))
         await conversation.generate()
-        return None                      # the configured grader grades the last turn; or return a Grade
+        return None                      # the configured grader grades the last turn; or return a grade
 
 `resume` declares what happens to a conversation that is interrupted. `turn`: the function is called again and the
 conversation replays its completed turns, so the function must do the same again. `restart`: it starts from the prompt.
@@ -24,14 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.config.schema import Config
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.plugins import load_function
+from megatron_dapo.reward.grader import Scores
 from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
 from megatron_dapo.types import Grade, Prompt
 
 Resume = Literal["turn", "restart"]
-Generate = Callable[[Prompt, Conversation, dict[str, Any]], Awaitable[Grade | None]]
+Generate = Callable[[Prompt, Conversation, dict[str, Any]], Awaitable[Any]]  # None, or what `Scores.read` reads
 F = TypeVar("F", bound=Callable[..., Any])
 RESUME_MODES = ("turn", "restart")
 
@@ -57,6 +58,7 @@ class RolloutFunction:
     settings: dict[str, Any]
     tokenizer: Any
     resume: Resume = "restart"
+    scale: str = "plus-minus-one"  # reward.scores
 
     async def __call__(self, conversation: Conversation) -> Grade | None:
         """Calls the function to its end. The grade includes the turns' rewards; None: the grader decides."""
@@ -79,16 +81,15 @@ class RolloutFunction:
         finally:
             if conversation.interrupted:  # whatever the function made of it
                 raise RolloutInterrupted from None
-        if returned is not None and not isinstance(returned, Grade):
-            raise UserError(
-                f"rollout.generate: {self.name} must return a Grade or None, but returned {returned!r} on prompt "
-                f"{prompt.id!r}"
-            )
-        return returned
+        try:
+            return None if returned is None else Scores(self.scale).read(returned)
+        except TypeError as error:
+            raise UserError(f"rollout.generate: {self.name} on prompt {prompt.id!r}: {error}") from None
 
 
-def load_rollout_function(config: RolloutConfig, tokenizer: Any = None) -> RolloutFunction | None:
+def load_rollout_function(whole: Config, tokenizer: Any = None) -> RolloutFunction | None:
     """The function that `rollout.generate` names; None: a response is one turn."""
+    config = whole.rollout
     if config.generate is None:
         return None
     function = load_function(config.generate, "rollout.generate")
@@ -100,8 +101,9 @@ def load_rollout_function(config: RolloutConfig, tokenizer: Any = None) -> Rollo
             f"rollout.generate: {config.generate} declares resume={resume!r}, expected one of {', '.join(RESUME_MODES)}"
         )
     return RolloutFunction(
-        config.generate, cast(Generate, function), dict(config.generate_settings), tokenizer, cast(Resume, resume)
-    )
+        config.generate, cast(Generate, function), dict(config.generate_settings), tokenizer, cast(Resume, resume),
+        whole.reward.scores,
+    )  # fmt: skip
 
 
 def with_rewards(grade: Grade, conversation: Conversation) -> Grade:
