@@ -254,7 +254,8 @@ class CheckpointFolder:
             except CheckpointError as error:
                 return [str(error)]
             complete = [path for path in everything if self._is_whole(path)]
-            keep = set(complete[-self._config.keep :])
+            newest = complete[-(self._config.keep or len(complete)) :]
+            keep = set(newest)
             if self._config.keep_best and (best := self._best(complete)) is not None:
                 keep.add(best[1])
                 try:
@@ -262,7 +263,7 @@ class CheckpointFolder:
                     write_atomically(self.path / BEST, orjson.dumps(content), fsync=False)
                 except OSError as error:
                     problems.append(f"{self.path / BEST} cannot be written: {error.strerror or error}")
-            oldest = min(map(_order, complete[-self._config.keep :]), default=(0, 0))
+            oldest = min(map(_order, newest), default=(0, 0))
             broken = [path for path in everything if path not in complete and _order(path) < oldest]
             outdated = [path for path in complete if path not in keep] + broken + self._damaged()[:-1]
             problems += [problem for path in outdated if (problem := self._delete(path))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -30,8 +31,8 @@ class CheckpointConfig(Section):
     """Save every N steps, and at the end; 0: only at the end."""
     at_end: bool = True
     """Save after the last step; false: a finished run leaves only its metrics."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints to keep."""
+    keep: int | None = Field(2, ge=1)
+    """Newest checkpoints to keep; null: all."""
     keep_best: bool = True
     """Also keep the checkpoint with the best `best_metric`."""
     best_metric: str = ""
@@ -112,6 +113,10 @@ class TrainerConfig(Section):
     @property
     def updates_per_step(self) -> int:
         return self.prompts_per_step // self.mini_batch_prompts
+
+    @property
+    def kept_checkpoints(self) -> int:
+        return self.checkpoint.keep or math.ceil(self.steps / (self.checkpoint.every or self.steps))
 
 
 class WandbConfig(Section):

@@ -43,7 +43,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
         Probe("attention", gpu.attention, 310),
         Probe("kernels", gpu.kernels, 130),
         Probe("run directory", partial(machine.run_directory, run_dir, config.slurm.nodes), 60),
-        Probe("disk", partial(machine.free_disk, run_dir, saved, config.trainer.checkpoint.keep)),
+        Probe("disk", partial(machine.free_disk, run_dir, saved, config.trainer.kept_checkpoints)),
         Probe("shared memory", machine.shared_memory),
         Probe("clock", partial(machine.clock_skew, run_dir)),
         Probe("limits", machine.limits),

@@ -52,6 +52,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert (checkpoints.path / "latest_checkpointed_iteration.txt").read_text() == "5"
 
 
+def test_all_are_kept_without_a_limit(tmp_path):
+    checkpoints = made(tmp_path, {"step_1": 0.5, "step_2": 0.9, "step_3": 0.1}, keep=None)
+    assert checkpoints.prune() == [] and names(checkpoints) == ["step_1", "step_2", "step_3"]
+
+
 def test_what_was_moved_away_comes_back_and_the_rest_is_removed(tmp_path):
     checkpoints = made(tmp_path, {"step_1": 0.0, "step_2": 0.0})
     (checkpoints.path / "step_2" / folder.REPLACED).touch()

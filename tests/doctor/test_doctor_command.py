@@ -82,6 +82,16 @@ def test_the_disk_must_hold_only_adapters_with_lora(rank, gib, tmp_path):
     assert f"3 checkpoints take {gib:,} GiB" in disk.look(usage=lambda path: SimpleNamespace(free=2**50)).found
 
 
+@pytest.mark.parametrize(("keep", "checkpoints"), [(3, 4), (None, 12)])
+def test_the_disk_must_hold_what_the_run_keeps(keep, checkpoints, tmp_path):
+    """All of 101 steps, saved every 10: ten, the one at the end, and the one being written."""
+    (tmp_path / "config.json").write_text(json.dumps(_configs()["Qwen2.5-32B"]))
+    trainer = {"steps": 101, "checkpoint": {"keep": keep, "every": 10}}
+    config = parse_config({"policy": {"model": str(tmp_path), "tensor_parallel": 2}, "trainer": trainer})
+    disk = next(probe for probe in probes(config, named=True) if probe.name == "disk")
+    assert f"but {checkpoints} checkpoints take" in disk.look(usage=lambda path: SimpleNamespace(free=1)).found
+
+
 def test_the_command_line(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps({"trainer": {"run_dir": str(tmp_path / "run")}, "policy": {"model": "nowhere"}}))
