@@ -95,12 +95,12 @@ class Observer:
     def phase(self, name: str) -> Iterator[Phase]:
         """Times a part of the current step: `time/<name>` of the next `step`. One thread only; phases may nest."""
         phase, started = Phase(name, self._show), time.monotonic()
-        self._stopwatch.enter(phase)
+        self._stopwatch.enter(name)
         self._show(lambda console: console.phase_started(name))
         try:
             yield phase
         finally:
-            self._stopwatch.leave(phase)
+            self._stopwatch.leave()
             self._timeline.phase(name, started, time.monotonic())
             self._show(lambda console: console.phase_ended(name))
 
@@ -337,8 +337,6 @@ class Phase:
     def __init__(self, name: str, show: Callable[[Callable[[Console], None]], None] = lambda draw: None) -> None:
         self.name = name
         self._show = show
-        self.started = time.monotonic()
-        self.inner = 0.0  # seconds of nested phases, which are counted there
 
     def update(self, done: float, total: float, text: str = "") -> None:
         """Shows how far the phase is."""
@@ -350,43 +348,33 @@ class Phase:
 
 
 class Stopwatch:
-    """Seconds by phase since the last lap. Phases may nest: each second is counted once, so the phases and `other`
-    add up to the step."""
+    """Seconds by phase since the last lap. Phases may nest: each second counts for the innermost one, so the phases and
+    `other` add up to the step."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._stack: list[Phase] = []
-        self._lap_started: float | None = None
+        self._stack = ["other"]
+        self._since: float | None = None  # what is before it has been counted
 
-    def enter(self, phase: Phase) -> None:
-        if self._lap_started is None:
-            self._lap_started = phase.started
+    def enter(self, phase: str) -> None:
+        self._count()
         self._stack.append(phase)
 
-    def leave(self, phase: Phase) -> None:
-        self._credit(phase, time.monotonic())
-        self._stack.remove(phase)
-
-    def _credit(self, phase: Phase, now: float) -> None:
-        """Adds the elapsed time to this phase and subtracts it from the enclosing one."""
-        elapsed, outer = now - phase.started, self._stack.index(phase) - 1
-        self._seconds[phase.name] = self._seconds.get(phase.name, 0.0) + elapsed - phase.inner
-        if outer >= 0:
-            self._stack[outer].inner += elapsed
-        phase.started, phase.inner = now, 0.0
+    def leave(self) -> None:
+        self._count()
+        self._stack.pop()
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>`, `time/other` and `time/step` since the last lap or, the first time, the first phase."""
-        now = time.monotonic()
-        for phase in reversed(self._stack):  # still open: the time so far belongs to this lap
-            self._credit(phase, now)
-        for phase in self._stack:
-            phase.inner = 0.0
-        total = 0.0 if self._lap_started is None else now - self._lap_started
-        other = max(0.0, total - sum(self._seconds.values()))
-        found = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds, self._lap_started = {}, now
-        return found | {"time/other": other, "time/step": total}
+        self._count()
+        found, self._seconds = {"other": 0.0, **self._seconds}, {}
+        return {f"time/{name}": seconds for name, seconds in found.items()} | {"time/step": sum(found.values())}
+
+    def _count(self) -> None:
+        now, name = time.monotonic(), self._stack[-1]
+        if self._since is not None:
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
 
 
 def make_console(kind: str, title: str) -> Console:
