@@ -222,60 +222,45 @@ class TensorBoard(Tracker):
             self._writer.close()
 
 
-# By our name: theirs.
-VERL = {
-    "reward/mean": "critic/rewards/mean",
-    "reward/score": "critic/score/mean",
-    "train/loss": "actor/pg_loss",
-    "train/entropy": "actor/entropy",
-    "train/grad_norm": "actor/grad_norm",
-    "train/lr": "actor/lr",
-    "train/clip_fraction_high": "actor/pg_clipfrac",
-    "train/clip_fraction_dual": "actor/pg_clipfrac_lower",
-    "train/approx_kl": "actor/ppo_kl",
-    "critic/loss": "critic/vf_loss",
-    "critic/clip_fraction": "critic/vf_clipfrac",
-    "critic/explained_variance": "critic/vf_explained_var",
-    "critic/value_mean": "critic/values/mean",
-    "time/critic": "timing_s/update_critic",
-    "train/mfu": "perf/mfu/actor",
-    "train/batch_tokens": "perf/total_num_tokens",
-    "time/tokens_per_second_per_gpu": "perf/throughput",
-    "memory/gpu_peak_gib": "perf/max_memory_allocated_gb",
-    "memory/gpu_reserved_gib": "perf/max_memory_reserved_gb",
-    "memory/host_gib": "perf/cpu_memory_used_gb",
-    "rollout/length_trained": "response_length/mean",
-    "rollout/length_max": "response_length/max",
-    "rollout/truncated_share": "response_length/clip_ratio",
-    "time/rollout": "timing_s/gen",
-    "time/log_probs": "timing_s/old_log_prob",
-    "time/advantages": "timing_s/adv",
-    "time/update": "timing_s/update_actor",
-    "time/sync": "timing_s/update_weights",
-    "time/checkpoint": "timing_s/save_checkpoint",
-    "time/evaluate": "timing_s/testing",
-    "time/step": "timing_s/step",
+TOOLS = ("verl", "prime-rl")
+# By our name: theirs; empty where that tool has no such metric.
+NAMES = {
+    "reward/mean": ("critic/rewards/mean", "reward/mean"),
+    "reward/score": ("critic/score/mean", ""),
+    "train/loss": ("actor/pg_loss", "loss/mean"),
+    "train/entropy": ("actor/entropy", "entropy/mean"),
+    "train/grad_norm": ("actor/grad_norm", "optim/grad_norm"),
+    "train/lr": ("actor/lr", "optim/lr"),
+    "train/clip_fraction_high": ("actor/pg_clipfrac", ""),
+    "train/clip_fraction_dual": ("actor/pg_clipfrac_lower", ""),
+    "train/approx_kl": ("actor/ppo_kl", ""),
+    "train/mfu": ("perf/mfu/actor", "perf/mfu"),
+    "train/batch_tokens": ("perf/total_num_tokens", ""),
+    "train/mismatch_kl": ("", "mismatch_kl/mean"),
+    "train/tokens_per_second_per_gpu": ("", "perf/throughput_per_gpu"),
+    "critic/loss": ("critic/vf_loss", ""),
+    "critic/clip_fraction": ("critic/vf_clipfrac", ""),
+    "critic/explained_variance": ("critic/vf_explained_var", ""),
+    "critic/value_mean": ("critic/values/mean", ""),
+    "time/critic": ("timing_s/update_critic", ""),
+    "time/tokens_per_second_per_gpu": ("perf/throughput", ""),
+    "time/rollout": ("timing_s/gen", "time/generate_completions"),
+    "time/log_probs": ("timing_s/old_log_prob", ""),
+    "time/advantages": ("timing_s/adv", ""),
+    "time/update": ("timing_s/update_actor", "time/forward_backward"),
+    "time/sync": ("timing_s/update_weights", ""),
+    "time/checkpoint": ("timing_s/save_checkpoint", "time/save_ckpt"),
+    "time/evaluate": ("timing_s/testing", ""),
+    "time/step": ("timing_s/step", "time/step"),
+    "memory/gpu_peak_gib": ("perf/max_memory_allocated_gb", "perf/peak_memory"),
+    "memory/gpu_reserved_gib": ("perf/max_memory_reserved_gb", ""),
+    "memory/host_gib": ("perf/cpu_memory_used_gb", ""),
+    "rollout/length_trained": ("response_length/mean", "seq_len/mean"),
+    "rollout/length_max": ("response_length/max", ""),
+    "rollout/truncated_share": ("response_length/clip_ratio", "is_truncated/mean"),
+    "rollout/dropped/all-wrong": ("", "solve_none"),
+    "rollout/dropped/all-correct": ("", "solve_all"),
 }
-PRIME_RL = {
-    "reward/mean": "reward/mean",
-    "rollout/length_trained": "seq_len/mean",
-    "rollout/truncated_share": "is_truncated/mean",
-    "rollout/dropped/all-wrong": "solve_none",
-    "rollout/dropped/all-correct": "solve_all",
-    "train/loss": "loss/mean",
-    "train/entropy": "entropy/mean",
-    "train/mismatch_kl": "mismatch_kl/mean",
-    "train/grad_norm": "optim/grad_norm",
-    "train/lr": "optim/lr",
-    "train/mfu": "perf/mfu",
-    "train/tokens_per_second_per_gpu": "perf/throughput_per_gpu",
-    "memory/gpu_peak_gib": "perf/peak_memory",
-    "time/step": "time/step",
-    "time/update": "time/forward_backward",
-    "time/rollout": "time/generate_completions",
-    "time/checkpoint": "time/save_ckpt",
-}
-TABLES = {"verl": VERL, "prime-rl": PRIME_RL}
 FACTORS = {("prime-rl", "train/mfu"): 100.0}  # where their unit is not ours
 
 
@@ -283,7 +268,7 @@ def with_aliases(metrics: Mapping[str, float], tools: Iterable[str]) -> dict[str
     """The metrics, and those that a tool has under another name. Ours win where the names are the same."""
     found: dict[str, float] = {}
     for tool in tools:
-        for name, theirs in TABLES[tool].items():
-            if name in metrics:
-                found[theirs] = metrics[name] * FACTORS.get((tool, name), 1.0)
+        for name, theirs in NAMES.items():
+            if name in metrics and (alias := theirs[TOOLS.index(tool)]):
+                found[alias] = metrics[name] * FACTORS.get((tool, name), 1.0)
     return found | dict(metrics)
