@@ -362,9 +362,10 @@ def _position(match: re.Match[str]) -> tuple[int, int]:
 
 def best_metric(metrics: Mapping[str, float], config: CheckpointConfig, default: float | None) -> float | None:
     """The metric that decides which checkpoint is the best one: as configured, else the evaluation's avg@k, else the
-    accuracy of the step's samples. `default` if these metrics do not have it."""
+    accuracy of all sampled groups: dynamic sampling keeps that of the trained ones near one half. `default` if these
+    metrics do not have it."""
     averages = [name for name in metrics if "avg@" in name]
-    name = config.best_metric or next(iter(averages), "reward/accuracy")
+    name = config.best_metric or next(iter(averages), "reward/accuracy_all")
     return float(metrics[name]) if name in metrics else default
 
 

@@ -36,7 +36,7 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Also keep the checkpoint with the best `best_metric`."""
     best_metric: str = ""
-    """Metric of the last evaluation or step; empty: the evaluation's avg@k, or else the accuracy."""
+    """Metric of the last evaluation or step; empty: the evaluation's avg@k, or else reward/accuracy_all."""
 
 
 class GateConfig(Section):

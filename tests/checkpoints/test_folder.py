@@ -121,7 +121,8 @@ def test_copies_in_host_memory_do_not_overlap():
 
 def test_the_metric_that_decides():
     config = CheckpointConfig()
-    assert best_metric({"reward/accuracy": 0.5, "eval/avg@8": 0.25}, config, None) == 0.25
-    assert best_metric({"reward/accuracy": 0.5}, config, 0.1) == 0.5
+    step = {"reward/accuracy": 0.5, "reward/accuracy_all": 0.75}
+    assert best_metric({**step, "eval/avg@8": 0.25}, config, None) == 0.25
+    assert best_metric(step, config, 0.1) == 0.75
     assert best_metric({"loss": 1.0}, config, 0.1) == 0.1
     assert best_metric({"loss": 1.0, "eval/avg@8": 0.25}, CheckpointConfig(best_metric="loss"), None) == 1.0
