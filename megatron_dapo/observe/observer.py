@@ -193,16 +193,11 @@ class Observer:
             tracker.rewind(step)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold so that a resumed run continues its trackers and its metrics. JSON values."""
-        found: dict[str, Any] = {tracker.name: tracker.state() for tracker in self._trackers}
-        if self._records.waiting:
-            found["unwritten"] = [record.to_line() for record in self._records.waiting]
-        return found
+        """What a checkpoint must hold so that a resumed run continues its metrics. JSON values."""
+        return {"unwritten": [record.to_line() for record in self._records.waiting]} if self._records.waiting else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Before `rewind` and the first `step`."""
-        for tracker in self._trackers:
-            tracker.restore(state.get(tracker.name, {}))
         self._records.waiting.extend(Record.from_line(line) for line in state.get("unwritten", ()))
 
     def check(self, state: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import Record
 
 RULE = re.compile(r"diagnosis\.md#([\w-]+)")  # in the message of a finding
@@ -40,11 +41,6 @@ class Tracker:
 
     def rewind(self, step: int) -> None:
         """Later steps are logged again; with a deterministic engine the numbers are the same."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self, status: str) -> None: ...
 
@@ -140,10 +136,11 @@ def _require(package: str, key: str) -> None:
 
 
 class Wandb(Tracker):
-    """One wandb run for the whole training, across resumes: its id is part of the checkpoint.
+    """One wandb run for the whole training. Its id is in logs/wandb_id from the first metrics on, so that a run that is
+    killed before its first checkpoint continues it, too.
 
-    The wandb run starts with the first metrics, because `restore` may set the id before that. Metrics are plotted
-    against our own `step`, because wandb's counter cannot decrease when a run resumes from an earlier checkpoint.
+    Metrics are plotted against our own `step`, because wandb's counter cannot decrease when a run resumes from an
+    earlier checkpoint.
     """
 
     name = "wandb"
@@ -152,17 +149,20 @@ class Wandb(Tracker):
         self._config = config
         self._dir = run_dir
         self._settings = settings
-        self._id = uuid.uuid4().hex[:12]
         self._run: Any = None
 
     def _start(self) -> Any:
         import wandb
 
-        (self._dir / "logs").mkdir(parents=True, exist_ok=True)
+        known = self._dir / "logs" / "wandb_id"
+        known.parent.mkdir(parents=True, exist_ok=True)
+        if not known.exists():
+            write_atomically(known, uuid.uuid4().hex[:12])
+        config = self._config
         run = wandb.init(
-            project=self._config.project, entity=self._config.entity, name=self._config.name or self._dir.name,
-            group=self._config.group, tags=self._config.tags, id=self._id, resume="allow", mode=self._config.mode,
-            dir=str(self._dir / "logs"), config=dict(self._settings),
+            project=config.project, entity=config.entity, name=config.name or self._dir.name, group=config.group,
+            tags=config.tags, id=known.read_text(), resume="allow", mode=config.mode,
+            dir=str(known.parent), config=dict(self._settings),
         )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -172,12 +172,6 @@ class Wandb(Tracker):
         if self._run is None:
             self._run = self._start()
         self._run.log({"step": record.step, **record.metrics})
-
-    def state(self) -> dict[str, Any]:
-        return {"id": self._id}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._id = str(state.get("id", self._id))
 
     def close(self, status: str) -> None:
         if self._run is not None:
