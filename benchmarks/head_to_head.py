@@ -91,7 +91,7 @@ def write_prompts(work: Work, data: Path) -> None:
     prompts = PromptCursor(load_prompts(config.data, tokenizer, work.max_prompt_tokens).prompts, work.seed)
     lines, of_verl = [], []
     for prompt in prompts.take(work.steps * work.prompts_per_step):
-        question, ids = prompt.meta["question"], prompt.tokens.tolist()
+        question, ids = prompt.question, prompt.tokens.tolist()
         messages = messages_of(Problem(question, prompt.answer), config.data)
         if uses_chat(config.data.template):
             own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)

@@ -67,6 +67,11 @@ class Prompt:
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def question(self) -> str:
+        """Without the template, unlike `text`."""
+        return str(self.meta.get("question", self.text))
+
     def to_state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 

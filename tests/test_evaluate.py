@@ -227,7 +227,8 @@ def test_results_are_written_and_shown(tmp_path):
     files = sorted((tmp_path / "out" / "responses").iterdir())
     assert [f.name for f in files] == ["0001-p0.txt", "0002-p1.txt"]
     text = files[0].read_text()
-    assert "1 of 2 right, reference 100" in text and "question 0" in text and "template" not in text
+    assert "1 of 2 right, reference 100" in text and "\ntemplate of question 0\n" in text, "as the model sees it"
+    assert record["problems"][0]["question"] == "question 0"
     assert "response 2: wrong (different number), 12 tokens, stop, extracted: 2" in text and "Answer: 2" in text
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(result.table("AIME"))
@@ -355,6 +356,17 @@ def test_an_output_that_cannot_be_written_is_found_before_anything_is_generated(
         shown = capsys.readouterr()
         assert f"--out {out}: cannot write results there" in shown.err
         assert len(shown.err.strip().splitlines()) == 1 and "Traceback" not in shown.err
+
+
+def test_a_response_cannot_control_the_terminal(tmp_path):
+    hostile = Response("a\x1b[2J\rb\nc", 1, "stop", False, "\x9b31m", "")
+    found = ProblemResult("a", "q", "", [hostile], prompt="\x1b]0;owned\x07")
+    summarise([found], EvalConfig(samples=1), 0, 0.0).write(tmp_path)
+    (file,) = (tmp_path / "responses").iterdir()
+    text = file.read_text()
+    assert "a\\x1b[2J\\rb\nc\n" in text and "\\x1b]0;owned\\x07" in text and "extracted: \\x9b31m" in text
+    assert not set("\x1b\x07\r\x9b") & set(text)
+    assert "()" not in text and "reference" not in text, "empty fields are left out"
 
 
 def test_lone_surrogates_do_not_break_the_files(tmp_path):

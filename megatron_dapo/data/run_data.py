@@ -85,7 +85,7 @@ def _without_repeated(sets: dict[str, PromptSet]) -> dict[str, PromptSet]:
         for prompt in loaded:
             if prompt.id in conflicts:
                 report.in_conflict += 1
-                report.conflicts[prompt.meta["question"]] = conflicts[prompt.id]
+                report.conflicts[prompt.question] = conflicts[prompt.id]
             elif first[prompt.id][0] != name:
                 report.duplicates += 1
             else:

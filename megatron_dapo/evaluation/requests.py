@@ -68,8 +68,7 @@ async def evaluate_sets(
     for name, prompts in sets.items():
         samples = settings[name].samples
         problems = [
-            ProblemResult(p.id, str(p.meta.get("question", p.text)), p.answer, list(islice(responses, samples)))
-            for p in prompts
+            ProblemResult(p.id, p.question, p.answer, list(islice(responses, samples)), p.text) for p in prompts
         ]
         results[name] = summarise(problems, settings[name], seed, seconds)
     return Evaluation(config, results)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import publish_directory, write_atomically
+from megatron_dapo.observe.console import printable
+from megatron_dapo.observe.transcripts import VERDICTS, readable_response
 from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.reward.extract import reference_answer
 from megatron_dapo.types import FinishReason
@@ -44,6 +46,7 @@ class ProblemResult:
     question: str
     reference: str
     responses: list[Response]
+    prompt: str = ""  # the question as the model sees it
 
     @property
     def graded(self) -> list[Response]:
@@ -133,7 +136,7 @@ class EvalResult:
         for number, problem in enumerate(self.problems, start=1):
             name = re.sub(r"[^\w.-]+", "_", problem.id)[:100]
             file = building / f"{number:04d}-{name}.txt"
-            file.write_text(_readable(number, problem), encoding="utf-8", errors="backslashreplace")
+            file.write_text(printable(_readable(number, problem)), encoding="utf-8", errors="backslashreplace")
         publish_directory(building, folder / "responses", folder / ".responses.old")
         write_atomically(folder / "results.json", json.dumps(self.to_json(), indent=2) + "\n")
 
@@ -215,12 +218,10 @@ def majority(responses: Sequence[Response]) -> float:
 
 
 def _readable(number: int, problem: ProblemResult) -> str:
-    score = f"{problem.right} of {len(problem.graded)} right"
-    lines = [f"Problem {number} ({problem.id}): {score}, reference {problem.reference}", "", problem.question]
+    title = f"Problem {number} ({problem.id}): {problem.right} of {len(problem.graded)} right"
+    lines = [title + (f", reference {problem.reference}" if problem.reference else ""), "", problem.prompt]
     for index, response in enumerate(problem.responses, start=1):
-        verdict = {True: "right", False: "wrong", None: "ungraded"}[response.correct]
-        head = f"response {index}: {verdict} ({response.reason}), {response.tokens} tokens, {response.finish_reason}"
-        lines += ["", "-" * 100, f"{head}, extracted: {response.extracted}", "-" * 100, response.text]
+        lines += readable_response(f"response {index}: {VERDICTS[response.correct]}", response)
     return "\n".join(lines) + "\n"
 
 

@@ -228,10 +228,20 @@ def _readable(samples: StepSamples) -> str:
     for item in samples.transcripts[:READABLE]:
         if item.prompt_id != shown:
             shown = item.prompt_id
-            title = f"step {samples.step} · prompt {item.prompt_id} · {item.group} · reference {item.reference}"
+            reference = f" · reference {item.reference}" if item.reference else ""
+            title = f"step {samples.step} · prompt {item.prompt_id} · {item.group}{reference}"
             lines += ["=" * 100, title, "=" * 100, item.prompt]
         name = f"response {item.index}" + (f", sample {item.part + 1}" if item.part else "")
-        head = f"{name}: {item.verdict} ({item.reason}), {item.tokens} tokens, {item.finish_reason}"
-        lines += ["", "-" * 100, f"{head}, extracted: {item.extracted}", "-" * 100, item.text, ""]
+        values = {"score": item.score, "advantage": item.advantage}
+        numbers = [f"{what} {value:.4g}" for what, value in values.items() if value is not None]
+        lines += [*readable_response(f"{name}: {item.verdict}", item, *numbers), ""]
     left_out = len(samples.transcripts) - READABLE
     return "\n".join([*lines, *([f"… and {left_out} more, in the .jsonl file"] if left_out > 0 else [])]) + "\n"
+
+
+def readable_response(title: str, item: Any, *more: str) -> list[str]:
+    """Lines. `item`: a Transcript, or a Response of an evaluation. Empty fields are left out."""
+    head = title + (f" ({item.reason})" if item.reason else "")
+    extracted = [f"extracted: {item.extracted}"] if item.extracted else []
+    facts = ", ".join([head, *more, f"{item.tokens} tokens", item.finish_reason, *extracted])
+    return ["", "-" * 100, facts, "-" * 100, item.text]

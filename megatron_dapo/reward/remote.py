@@ -324,7 +324,7 @@ class Judge(RemoteGrader):
     def _messages(self, prompt: Prompt, response: str, number: str) -> list[dict[str, str]]:
         fence = f"=== {secrets.token_hex(8)} ==="
         values = {
-            "question": str(prompt.meta.get("question", prompt.text)), "answer": prompt.answer,
+            "question": prompt.question, "answer": prompt.answer,
             "response": f"\n{fence}\n{response}\n{fence}\n",
         }  # fmt: skip
         # In one pass: a response that contains {answer} must not be filled in.

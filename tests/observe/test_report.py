@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console as Terminal
 from synthetic_runs import HOSTILE, make_arrays, make_groups, make_run
@@ -264,6 +265,22 @@ def test_rejected_groups_are_shown_after_the_trained_ones(tmp_path):
     assert min(places) >= sum(len(group.samples) for group in trained) and len(set(places)) == 2
     assert all(transcripts.token_values(arrays, place) is None for place in places)
     assert dropped.prompt.id not in samples.prompts, "its history is of steps that trained on it"
+
+
+def test_samples_to_read_have_score_and_advantage_and_no_empty_fields(tmp_path):
+    group = make_groups(1)[0]
+    group.samples[0].grade = replace(group.samples[0].grade, extracted=None, reason="")
+    group.samples[1].grade = None
+    transcripts.write(tmp_path, transcripts.choose(1, [group], 0, 2, {"advantages": np.array([-1.25, 0.5])}))
+    group.prompt.answer = ""
+    transcripts.write(tmp_path, transcripts.choose(2, [group], 0, 2))
+    shown, later = ((tmp_path / f"step_00000{step}.txt").read_text().splitlines() for step in (1, 2))
+    assert shown[1] == "step 1 · prompt sum-1 · 2 of 6 right · reference 2"
+    assert later[1] == "step 2 · prompt sum-1 · 2 of 6 right"
+    assert [line for line in shown if line.startswith("response")] == [
+        "response 3: right (exact), score 1, 5 tokens, stop, extracted: 2",
+        "response 0: wrong, score -1, advantage -1.25, 5 tokens, stop",
+    ]
 
 
 def test_a_response_cannot_control_the_terminal(tmp_path, capsys):

@@ -356,8 +356,8 @@ class ChatHistory:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._tools = prompt.meta.get("tools") or None
-        question = str(prompt.meta.get("question", prompt.text))
-        self.messages: list[Message] = list(prompt.meta.get("messages") or [{"role": "user", "content": question}])
+        asked = prompt.meta.get("messages") or [{"role": "user", "content": prompt.question}]
+        self.messages: list[Message] = list(asked)
         self._checked = False
 
     def add(self, new: Sequence[Message]) -> str | None:
