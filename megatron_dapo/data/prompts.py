@@ -28,6 +28,7 @@ from megatron_dapo.data.columns import (
     render,
     uses_chat,
 )
+from megatron_dapo.errors import printable
 from megatron_dapo.types import Prompt, as_tokens
 
 SHOWN = 5  # examples of each kind in the summary
@@ -84,7 +85,7 @@ class LoadReport:
         lines += [f"  line {line}: {problem}" for line, problem in self.bad[:SHOWN]]
         lines += [f"  line {line}: {tokens} tokens, too long" for line, tokens in self.too_long[:SHOWN]]
         hidden = sum(max(0, len(kind) - SHOWN) for kind in (self.conflicts, self.bad, self.too_long))
-        return "\n".join([*lines, *([f"  … and {hidden} more"] if hidden else [])])
+        return printable("\n".join([*lines, *([f"  … and {hidden} more"] if hidden else [])]))
 
 
 @dataclass(slots=True, frozen=True)

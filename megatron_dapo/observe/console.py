@@ -2,7 +2,7 @@
 
 `StatusFile` writes the same to logs/status.json for `megatron-dapo watch`, at most once a second. A console never ends
 a run: it goes silent when the terminal is gone. `waiting` and `importing` say what a command waits for before a run has
-its console. `printable` makes texts of others safe for a terminal.
+its console.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import json
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_dapo.errors import printable
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import filter_yield, finite, skipping, update_speed
 from megatron_dapo.types import SamplerProgress
@@ -27,13 +27,6 @@ from megatron_dapo.types import SamplerProgress
 STATUS = "status.json"
 STATUS_EVERY = 1.0  # seconds between two writes
 FIRST_LINE, NEXT_LINE = 10.0, 60.0  # seconds until `waiting` prints a line where there is no terminal
-# All but line break and tab: escape sequences, carriage returns, and marks that change the direction of text.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """Control characters as they are written in Python: a response must not move the cursor or clear the screen."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def step_summary(metrics: Mapping[str, float]) -> dict[str, str]:

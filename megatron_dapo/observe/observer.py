@@ -27,8 +27,9 @@ from statistics import median
 from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig
+from megatron_dapo.errors import printable
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.console import STATUS, Console, PlainConsole, StatusFile, printable
+from megatron_dapo.observe.console import STATUS, Console, PlainConsole, StatusFile
 from megatron_dapo.observe.diagnosis import Watch
 from megatron_dapo.observe.metrics_file import (
     EVAL,

@@ -22,9 +22,8 @@ from torch import Tensor
 from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.data import load_tokenizer
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import UserError, printable
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.console import printable
 from megatron_dapo.observe.metrics_file import STEP, read_records
 from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens
 from megatron_dapo.policy.loss_func import SKIPPED, StepMetrics, mean_metrics

@@ -28,9 +28,8 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.data import RunData
 from megatron_dapo.engines.protocol import Completion, SamplingParams
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import UserError, printable
 from megatron_dapo.files import Dtype, read_safetensors_directory
-from megatron_dapo.observe.console import printable
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.step import LossInputs
 from megatron_dapo.reward.combined import ResponseGrader

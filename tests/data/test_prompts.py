@@ -162,6 +162,13 @@ def test_duplicates_and_conflicting_answers(tmp_path, tokenizer):
     assert accounted(prompts.report)
 
 
+def test_a_row_cannot_control_the_terminal(tmp_path, tokenizer):
+    clear = {"question": "2+2=", "answer": "4\x1b[2J"}
+    prompts = load(write(tmp_path / "rows.jsonl", [*DUPLICATES, clear, {"\x1b]0;owned\x07": "1"}]), tokenizer)
+    shown = prompts.report.summary()
+    assert "4\\x1b[2J (line 7)" in shown and "\\x1b]0;owned\\x07" in shown and "\x1b" not in shown
+
+
 def test_ids_do_not_depend_on_file_order_or_template(tmp_path, tokenizer):
     one = load(write(tmp_path / "a.jsonl", DUPLICATES), tokenizer)
     other = load(write(tmp_path / "b.jsonl", DUPLICATES[::-1]), tokenizer, template="dapo")
