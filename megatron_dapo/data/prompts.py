@@ -42,12 +42,16 @@ class LoadReport:
     rows: int = 0
     kept: int = 0
     duplicates: int = 0  # rows that repeat an earlier question
-    in_conflict: int = 0  # questions dropped because their rows disagree about the answer
-    conflicts: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # question -> answer -> lines
+    # Questions dropped because rows disagree about the answer: id -> question, and answer -> lines.
+    conflicts: dict[str, tuple[str, dict[str, list[int]]]] = field(default_factory=dict)
     bad: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong with it
     too_long: list[tuple[int, int]] = field(default_factory=list)  # line, tokens; dropped
     cut: int = 0  # prompts shortened from the left
     files: list[str] = field(default_factory=list)  # that were read
+
+    @property
+    def in_conflict(self) -> int:
+        return len(self.conflicts)
 
     @property
     def unusable(self) -> int:
@@ -64,14 +68,14 @@ class LoadReport:
             line, tokens = self.too_long[0]
             parts.append(f"{len(self.too_long)} too long, first line {line}: {tokens} tokens")
         if self.in_conflict:
-            question, answers = next(iter(self.conflicts.items()))
+            question, answers = next(iter(self.conflicts.values()))
             parts.append(f"{self.in_conflict} with conflicting answers, first {question[:40]!r}: {', '.join(answers)}")
         return "; ".join(parts)
 
     def summary(self) -> str:
         """The counts in one line, then some examples of every problem."""
         kinds = {
-            "duplicates": self.duplicates, "with conflicting answers": len(self.conflicts),
+            "duplicates": self.duplicates, "with conflicting answers": self.in_conflict,
             "bad rows": len(self.bad), "too long": len(self.too_long), "cut": self.cut,
         }  # fmt: skip
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -79,7 +83,7 @@ class LoadReport:
         if self.files != [self.path]:
             lines += [f"  read: {file}" for file in self.files[:SHOWN]]
             lines += [f"  read: … and {len(self.files) - SHOWN} more files"] if len(self.files) > SHOWN else []
-        for question, answers in list(self.conflicts.items())[:SHOWN]:
+        for question, answers in list(self.conflicts.values())[:SHOWN]:
             said = "; ".join(f"{answer} (line {', '.join(map(str, at))})" for answer, at in answers.items())
             lines.append(f"  conflicting answers to {question[:60]!r}: {said}")
         lines += [f"  line {line}: {problem}" for line, problem in self.bad[:SHOWN]]
@@ -172,10 +176,8 @@ def _collect(config: PromptFileConfig, report: LoadReport) -> list[_Entry]:
 
 def _without_conflicts(entries: list[_Entry], report: LoadReport) -> list[_Entry]:
     """Those whose rows agree about the answer."""
-    report.conflicts = {entry.problem.question: entry.answers for entry in entries if len(entry.answers) > 1}
-    agreeing = [entry for entry in entries if len(entry.answers) == 1]
-    report.in_conflict = len(entries) - len(agreeing)
-    return agreeing
+    report.conflicts = {e.id: (e.problem.question, e.answers) for e in entries if len(e.answers) > 1}
+    return [entry for entry in entries if entry.id not in report.conflicts]
 
 
 def _tokenise(

@@ -69,29 +69,31 @@ def load_run_data(config: Config, tokenizer: Any, named: Named = lambda key: nul
 
 
 def _without_repeated(sets: dict[str, PromptSet]) -> dict[str, PromptSet]:
-    """Every question once, in the first file that has it; none whose answers differ. The reports say what was
-    removed."""
+    """Every question once, in the first file that has it; none whose answers differ, in one file or between files. The
+    reports say what was removed."""
     first: dict[str, tuple[str, Prompt]] = {}  # by prompt: its first file
-    conflicts: dict[str, dict[str, list[int]]] = {}  # by prompt: answer to lines
+    conflicts = {id: conflict for loaded in sets.values() for id, conflict in loaded.report.conflicts.items()}
     for name, loaded in sets.items():
         for prompt in loaded:
             _, known = first.setdefault(prompt.id, (name, prompt))
             if answer_key(known.answer) != answer_key(prompt.answer):
-                answers = conflicts.setdefault(prompt.id, {known.answer: [known.meta["line"]]})
+                _, answers = conflicts.setdefault(prompt.id, (prompt.question, {known.answer: [known.meta["line"]]}))
                 answers.setdefault(prompt.answer, []).append(prompt.meta["line"])
     kept = {}
     for name, loaded in sets.items():
         report, prompts = loaded.report, []
         for prompt in loaded:
             if prompt.id in conflicts:
-                report.in_conflict += 1
-                report.conflicts[prompt.question] = conflicts[prompt.id]
+                report.conflicts[prompt.id] = conflicts[prompt.id]
             elif first[prompt.id][0] != name:
                 report.duplicates += 1
             else:
                 prompts.append(prompt)
         if not prompts:
-            raise DataError(f"{report.path}: all of its {len(loaded)} prompts are also in the files listed before it")
+            raise DataError(
+                f"{report.path}: all of its {len(loaded)} prompts are also in the files listed before it, or have "
+                "another answer in one of the files"
+            )
         report.kept = len(prompts)
         kept[name] = PromptSet(tuple(prompts), report)
     return kept

@@ -146,6 +146,17 @@ def test_a_question_in_two_files_belongs_to_the_first(tmp_path):
     assert {p.meta["file"] for p in found.training["more"]} == {"more"}
 
 
+def test_a_question_that_one_file_disputes_is_not_taken_from_another(tmp_path):
+    first = write(tmp_path / "first.jsonl", [("1+1=", "2"), ("1+1=", "3"), ("2+2=", "4")])
+    second = write(tmp_path / "second.jsonl", [("1+1= ", "3"), ("4+4=", "8")])
+    for one, other in ((first, second), (second, first)):
+        found = load(tmp_path, {"sources": [{"path": one}, {"path": other}]}).training
+        assert {p.text for loaded in found.values() for p in loaded} == {"2+2=", "4+4="}
+        report = found["second"].report
+        assert (report.rows, report.kept, report.duplicates, report.in_conflict) == (2, 1, 0, 1)
+        assert "conflicting answers to '1+1=': 2 (line 1); 3 (line 2)" in report.summary()
+
+
 def test_a_file_without_a_question_of_its_own_is_refused(tmp_path):
     path = write(tmp_path / "one.jsonl", [("1+1=", "2")])
     again = write(tmp_path / "again.jsonl", [("1+1=", "2")])

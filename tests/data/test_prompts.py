@@ -158,7 +158,7 @@ def test_duplicates_and_conflicting_answers(tmp_path, tokenizer):
     assert [p.answer for p in prompts] == ["2", "6"]
     assert len({p.id for p in prompts}) == len(prompts)
     assert prompts.report.duplicates == 3
-    assert prompts.report.conflicts == {"2+2=": {"4": [3], "5": [4, 5]}}
+    assert list(prompts.report.conflicts.values()) == [("2+2=", {"4": [3], "5": [4, 5]})]
     assert accounted(prompts.report)
 
 

@@ -37,7 +37,7 @@ def test_dapo_math_17k():
     assert (report.rows, report.kept, report.duplicates, len(report.conflicts)) == (17917, 17176, 729, 12)
     assert report.bad == [] and report.kept + report.duplicates + report.in_conflict == report.rows
     (powers,) = [
-        answers for q, answers in report.conflicts.items() if q.startswith("Determine the greatest power of $2$")
+        answers for q, answers in report.conflicts.values() if q.startswith("Determine the greatest power of $2$")
     ]
     assert powers == {"64": [36], "6": [180]}
     first = prompts[0]
