@@ -245,8 +245,9 @@ class CheckpointFolder:
     # ---- pruning ----
 
     def prune(self) -> list[str]:
-        """Keeps the newest checkpoints, the best, and the newest damaged one. One with missing or cut files does not
-        count as a newest one; it is left for the next start to judge. Returns a line for each failure."""
+        """Keeps the checkpoints of the last complete steps and of every `keep_every`-th one, a newer one within a step,
+        the best, and the newest damaged one. One with missing or cut files does not count as a newest one; it is left
+        for the next start to judge. Returns a line for each failure."""
         problems: list[str] = []
         with self._lock:
             try:
@@ -254,8 +255,10 @@ class CheckpointFolder:
             except CheckpointError as error:
                 return [str(error)]
             complete = [path for path in everything if self._is_whole(path)]
-            newest = complete[-(self._config.keep or len(complete)) :]
-            keep = set(newest)
+            steps = [path for path in complete if _order(path)[1] < 0] or complete
+            newest = {*steps[-(self._config.keep or len(steps)) :], *complete[-1:]}
+            every = self._config.keep_every
+            keep = newest | {path for path in steps if every and _order(path)[0] % every == 0}
             if self._config.keep_best and (best := self._best(complete)) is not None:
                 keep.add(best[1])
                 try:

@@ -32,11 +32,17 @@ class CheckpointConfig(Section):
     at_end: bool = True
     """Save after the last step; false: a finished run leaves only its metrics."""
     keep: int | None = Field(2, ge=1)
-    """Newest checkpoints to keep; null: all."""
+    """Newest checkpoints of complete steps to keep; null: all."""
+    keep_every: int = Field(0, ge=0)
+    """Also keep the checkpoint of every N-th step, to go back to; 0: of none."""
     keep_best: bool = True
     """Also keep the checkpoint with the best `best_metric`."""
     best_metric: str = ""
     """Metric of the last evaluation or step; empty: the evaluation's avg@k, or else reward/accuracy_all."""
+
+    def check(self) -> None:
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ValueError(f"keep_every ({self.keep_every}) must be a multiple of every ({self.every})")
 
 
 class GateConfig(Section):
@@ -116,7 +122,9 @@ class TrainerConfig(Section):
 
     @property
     def kept_checkpoints(self) -> int:
-        return self.checkpoint.keep or math.ceil(self.steps / (self.checkpoint.every or self.steps))
+        saved = self.checkpoint
+        also = self.steps // saved.keep_every if saved.keep_every else 0
+        return saved.keep + also if saved.keep else math.ceil(self.steps / (saved.every or self.steps))
 
 
 class WandbConfig(Section):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 
 import checkpoint_run
@@ -144,6 +145,23 @@ def test_the_best_checkpoint_is_kept(three, tmp_path):
     assert orjson.loads((run_dir / "checkpoints" / "best.json").read_bytes()) == {"checkpoint": "step_2", "score": 0.5}
     assert folder.set_score("step_3", 0.7) == []
     assert names(run_dir) == ["best.json", "scores.json", "step_3"]
+
+
+def test_stops_within_a_step_do_not_push_out_complete_steps(three, tmp_path):
+    run_dir, _ = copy_of(three, tmp_path)
+    folder = run_dir / "checkpoints"
+    for step in ("step_2", "step_3"):
+        shutil.copytree(folder / step, folder / f"{step}+1")
+    assert CheckpointFolder(run_dir, CheckpointConfig(keep=2)).prune() == []
+    assert names(run_dir) == ["step_2", "step_3", "step_3+1"]
+
+
+def test_every_nth_step_is_kept(three, tmp_path):
+    run_dir, _ = copy_of(three, tmp_path)
+    assert CheckpointFolder(run_dir, CheckpointConfig(every=1, keep=1, keep_every=2)).prune() == []
+    assert names(run_dir) == ["step_2", "step_3"]
+    with pytest.raises(ValueError, match=r"keep_every \(7\) must be a multiple of every \(5\)"):
+        CheckpointConfig(every=5, keep_every=7)
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_reported(three, tmp_path, monkeypatch):
