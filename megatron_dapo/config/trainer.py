@@ -177,6 +177,8 @@ class ObserveConfig(Section):
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = False
     """Event files in logs/tensorboard; needs the extra `tensorboard`."""
+    tracker: str | None = None
+    """python:module.Class: a custom tracker, for example for MLflow (docs/monitoring.md)."""
 
     def check(self) -> None:
         steps = self.profile_steps

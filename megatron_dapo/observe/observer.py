@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -50,6 +51,7 @@ UNWRITTEN_RECORDS = 10_000  # about 3 KB each
 UNWRITTEN_TRANSCRIPTS = 8
 UNWRITTEN_LOG_LINES = 1_000
 UNSENT_RECORDS = 1_000  # of a tracker
+TRACKED_SAMPLES = 64  # of a step
 TRACKER_PAUSE = 4  # records; an attempt to reach wandb's server may take a minute
 
 
@@ -82,7 +84,7 @@ class Observer:
             "samples/", partial(transcripts.write, self._dir / "samples"), limit=UNWRITTEN_TRANSCRIPTS
         )
         self._unsent = [
-            RetryQueue(tracker.name, tracker.log, limit=UNSENT_RECORDS, errors=Exception, pause=TRACKER_PAUSE)
+            RetryQueue(tracker.name, tracker.send, limit=UNSENT_RECORDS, errors=Exception, pause=TRACKER_PAUSE)
             for tracker in self._trackers
         ]
         self._aligned = False  # whether the records on file are known to precede what this process records
@@ -131,13 +133,15 @@ class Observer:
         self._align(step)
         times = self._stopwatch.lap()
         record = Record(step, STEP, plain_numbers(metrics) | times | self._speed(metrics, times))
-        self._keep_samples(step, groups, arrays, rejected)
+        samples = self._keep_samples(step, groups, arrays, rejected)
         self._warn_all(self._records.put(record))  # after the transcripts: the transcripts of a recorded step exist
         self._step = step
         self._recent.append(times["time/step"])
         remaining = median(self._recent) * max(0, self._total - step)
         self._show(lambda console: console.step(step, self._total, record.metrics, remaining))
         self._track(record)
+        if samples is not None:
+            self._send(replace(samples, transcripts=samples.transcripts[:TRACKED_SAMPLES], arrays={}))
         self._write_trace(step)
         for finding in self._watch.observe(step, record.metrics):
             if self._config.warnings:
@@ -239,13 +243,14 @@ class Observer:
     def _keep_samples(
         self, step: int, groups: Sequence[Group], arrays: transcripts.Arrays | None,
         rejected: Mapping[str, Group] | None,
-    ) -> None:  # fmt: skip
+    ) -> transcripts.StepSamples | None:  # fmt: skip
         config = self._config
-        if transcripts.is_due(step, config.samples_every) and groups:
-            kept = (config.samples_groups, config.samples_responses)
-            self._warn_all(self._transcripts.put(transcripts.choose(step, groups, *kept, arrays, rejected)))
-        else:
+        if not transcripts.is_due(step, config.samples_every) or not groups:
             self._warn_all(self._transcripts.flush())
+            return None
+        samples = transcripts.choose(step, groups, config.samples_groups, config.samples_responses, arrays, rejected)
+        self._warn_all(self._transcripts.put(samples))
+        return samples
 
     def _speed(self, metrics: Mapping[str, float], times: Mapping[str, float]) -> dict[str, float]:
         tokens, seconds = metrics.get("train/batch_tokens"), times["time/step"]
@@ -284,9 +289,11 @@ class Observer:
                 setattr(self, name, Console())
 
     def _track(self, record: Record) -> None:
-        sent = Record(record.step, record.kind, with_aliases(record.metrics, self._config.aliases))
+        self._send(Record(record.step, record.kind, with_aliases(record.metrics, self._config.aliases)))
+
+    def _send(self, item: Record | transcripts.StepSamples) -> None:
         for queue in self._unsent:
-            self._warn_all(queue.put(sent))
+            self._warn_all(queue.put(item))
 
     def _replayed_watch(self) -> Watch:
         watch = Watch()

@@ -1,4 +1,5 @@
-"""Weights & Biases and TensorBoard, imported only when the configuration enables them; and a webhook for warnings.
+"""Weights & Biases and TensorBoard, imported only when the configuration enables them; a user's own tracker; and a
+webhook for warnings.
 
 A missing package is an error at the start of the run. A tracker that fails later is reported once; its metrics are
 kept and sent when it works again. metrics.jsonl has the same numbers. `observe.aliases` adds metrics under the names
@@ -25,19 +26,32 @@ from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import Record
+from megatron_dapo.observe.transcripts import StepSamples
+from megatron_dapo.plugins import load_function
 
+COLUMNS = ("prompt_id", "prompt", "reference", "group", "verdict", "score", "advantage", "tokens", "text")
 RULE = re.compile(r"diagnosis\.md#([\w-]+)")  # in the message of a finding
 
 
 class Tracker:
-    """A service or format that metrics are sent to."""
+    """A service or format that metrics are sent to. One of a user's own is made with the run directory and the settings
+    of the run; it should connect in its first `log`, since a dry run makes it, too."""
 
-    name: str
+    name: str = "tracker"
+
+    def send(self, item: Record | StepSamples) -> None:
+        if isinstance(item, Record):
+            self.log(item)
+        else:
+            self.log_samples(item)
 
     def log(self, record: Record) -> None:
         """May be called several times for one step (evaluations). Raises if it fails, and may then be called again with
         the same record."""
         raise NotImplementedError
+
+    def log_samples(self, samples: StepSamples) -> None:
+        """Some of the responses that are also written to samples/."""
 
     def rewind(self, step: int) -> None:
         """Later steps are logged again; with a deterministic engine the numbers are the same."""
@@ -53,6 +67,11 @@ def make_trackers(config: ObserveConfig, run_dir: Path, settings: Mapping[str, A
     if config.tensorboard:
         _require("tensorboard", "observe.tensorboard")
         found.append(TensorBoard(run_dir / "logs" / "tensorboard"))
+    if config.tracker is not None:
+        tracker = load_function(config.tracker, "observe.tracker")(run_dir, settings)
+        if not isinstance(tracker, Tracker):
+            raise UserError(f"observe.tracker: {config.tracker} must be a class derived from {__name__}.Tracker")
+        found.append(tracker)
     return found
 
 
@@ -172,6 +191,12 @@ class Wandb(Tracker):
         if self._run is None:
             self._run = self._start()
         self._run.log({"step": record.step, **record.metrics})
+
+    def log_samples(self, samples: StepSamples) -> None:
+        import wandb
+
+        rows = [[getattr(found, name) for name in COLUMNS] for found in samples.transcripts]
+        self._run.log({"step": samples.step, "samples": wandb.Table(columns=list(COLUMNS), data=rows)})
 
     def close(self, status: str) -> None:
         if self._run is not None:

@@ -7,7 +7,7 @@ import pytest
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import observer as observer_module
 from megatron_dapo.observe.observer import Observer
-from megatron_dapo.observe.trackers import FACTORS, NAMES, TOOLS, with_aliases
+from megatron_dapo.observe.trackers import FACTORS, NAMES, TOOLS, Tracker, with_aliases
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
 
@@ -37,15 +37,9 @@ def test_aliases_are_added_and_our_names_stay():
 def test_trackers_get_aliases_and_the_file_does_not(tmp_path, monkeypatch):
     sent = []
 
-    class Recorder:
-        name = "recorder"
-
+    class Recorder(Tracker):
         def log(self, record):
             sent.append(record.metrics)
-
-        def rewind(self, step): ...
-
-        def close(self, status): ...
 
     monkeypatch.setattr(observer_module, "make_trackers", lambda *_: [Recorder()])
     config = ObserveConfig(console="off", report=False, aliases=["verl"])

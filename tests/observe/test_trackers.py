@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import pytest
+from synthetic_runs import make_groups
 
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
@@ -26,6 +27,9 @@ class FakeWandb(types.ModuleType):
     def init(self, **options: Any) -> "FakeWandb":
         self.options.append(options)
         return self
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
 
     def define_metric(self, *names: str, **options: str) -> None:
         self.calls.append(("define", *names, *options.values()))
@@ -93,6 +97,53 @@ def test_two_runs_have_two_ids(tmp_path, wandb):
     for name in ("a", "b"):
         observer(tmp_path / name, offline()).step(1, {"reward/mean": 0.5})
     assert len({options["id"] for options in wandb.options}) == 2
+
+
+OWN = """
+from megatron_dapo.observe.trackers import Tracker
+
+class Mine(Tracker):
+    name = "mine"
+    def __init__(self, run_dir, settings):
+        self.seen, self.seed = [], settings["trainer"]["seed"]
+        print("made for", run_dir.name, self.seed)
+    def log(self, record):
+        print("log", record.step, record.kind, record.metrics["reward/mean"])
+    def log_samples(self, samples):
+        print("samples", samples.step, len(samples.transcripts))
+    def close(self, status):
+        print("close", status)
+
+def not_a_tracker(run_dir, settings):
+    return object()
+"""
+
+
+def test_a_custom_tracker_gets_records_samples_and_the_end(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_tracker.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = ObserveConfig(console="off", report=False, tracker="python:own_tracker.Mine", samples_responses=2)
+    watched = observer(tmp_path / "run", config)
+    watched.step(1, {"reward/mean": 0.5}, make_groups(1))
+    watched.step(2, {"reward/mean": 0.6}, make_groups(2))  # not due
+    watched.close("finished")
+    said = capsys.readouterr().out.splitlines()
+    expected = ["made for run 3", "log 1 step 0.5", "samples 1 4", "log 2 step 0.6", "close finished"]
+    assert said == expected
+    with pytest.raises(UserError, match=r"not_a_tracker must be a class derived from .*Tracker"):
+        observer(tmp_path / "run", ObserveConfig(tracker="python:own_tracker.not_a_tracker"))
+
+
+def test_wandb_gets_a_table_of_samples(tmp_path, wandb, monkeypatch):
+    tables = {}
+    monkeypatch.setattr(wandb, "log", lambda values: tables.update({values["step"]: values.get("samples")}))
+    watched = observer(tmp_path, offline(samples_groups=0, samples_responses=0))
+    groups = make_groups(1) * 30
+    watched.step(1, {"reward/mean": 0.5}, groups)
+    assert len(tables[1]) == 64 < sum(len(group.samples) for group in groups)
+    row, sample = tables[1][0], groups[0].samples[0]
+    shown = (row["prompt"], row["reference"], row["score"], row["text"])
+    assert shown == (groups[0].prompt.text, groups[0].prompt.answer, sample.grade.score, sample.text)
 
 
 def test_a_failing_tracker_is_tried_again_with_growing_pauses_and_gets_every_step(tmp_path, wandb, monkeypatch):
