@@ -225,9 +225,11 @@ class CheckpointFolder:
                 problems = damaged_files(path, self.files_of(path))
                 if not problems:
                     check(read_state(path))
-                    if (tensor := first_not_finite(path / POLICY)) is None:
+                    parts = [path / name for name in (POLICY, CRITIC) if (path / name).is_dir()]
+                    poisoned = [tensor for part in parts if (tensor := first_not_finite(part)) is not None]
+                    if not poisoned:
                         return path, rejected
-                    problems = [f"poisoned: {tensor} has values that are not finite"]
+                    problems = [f"poisoned: {poisoned[0]} has values that are not finite"]
             except ConfigError:
                 raise
             except Exception as error:  # of whatever the state holds

@@ -77,11 +77,14 @@ def _config_notes(file: Path) -> list[str]:
 
 
 def _edit_config(file: Path, dtype: str | None) -> None:
-    config = json.loads(file.read_text())
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    changed = {name: value for name, value in config.items() if name != "quantization_config"}
-    changed |= {key: dtype} if dtype else {}
-    if changed != config:
+    text = file.read_text()
+    changed = json.loads(text)
+    for section in (changed, changed.get("text_config") or {}):  # readers take the inner dtype, if there is one
+        section.pop("quantization_config", None)
+        key = "dtype" if "dtype" in section else "torch_dtype"
+        if dtype and (section is changed or key in section):
+            section[key] = dtype
+    if changed != json.loads(text):
         file.write_text(json.dumps(changed, indent=2) + "\n")
 
 

@@ -57,6 +57,25 @@ def test_all_are_kept_without_a_limit(tmp_path):
     assert checkpoints.prune() == [] and names(checkpoints) == ["step_1", "step_2", "step_3"]
 
 
+def test_a_look_from_outside_finds_what_a_start_would_use(tmp_path, monkeypatch):
+    """A critic whose values are not finite is as bad as such a policy."""
+    checkpoints = CheckpointFolder(tmp_path, CheckpointConfig())
+    for step in (1, 2, 3):
+        rest = [CheckpointFile(file, [b"x"]) for file in (*folder.REQUIRED[2:], "critic/.metadata")]
+        written = write_files(checkpoints.prepare(f"step_{step}", 0), [*state_files({}), *rest])
+        checkpoints.publish(f"step_{step}", written, {"score": None, "step": step})
+    poisoned = ["step_3/policy", "step_2/critic"]
+    monkeypatch.setattr(
+        folder, "first_not_finite", lambda path: "w" if f"{path.parent.name}/{path.name}" in poisoned else None
+    )
+    used, rejected = checkpoints.first_usable(lambda state: None)
+    assert used.name == "step_1"
+    assert [(path.name, why.split(":")[0]) for path, why in rejected.items()] == [
+        ("step_3", "poisoned"),
+        ("step_2", "poisoned"),
+    ]
+
+
 def test_what_was_moved_away_comes_back_and_the_rest_is_removed(tmp_path):
     checkpoints = made(tmp_path, {"step_1": 0.0, "step_2": 0.0})
     (checkpoints.path / "step_2" / folder.REPLACED).touch()

@@ -18,6 +18,7 @@ from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF, TorchDistReader
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.formats.safe_pickle import load_metadata
+from megatron_dapo.weights.fp8 import quantization_config
 from megatron_dapo.weights.verify import verify
 
 
@@ -81,6 +82,18 @@ def test_dtype_changes_on_request_and_config_says_so(models, tmp_path):
         assert torch.equal(tensors(tmp_path / "wide")[name], t.float())
     said = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ("kept", "wide")}
     assert said["kept"]["dtype"] == "bfloat16" and said["wide"]["dtype"] == "float32"
+
+
+def test_the_dtype_of_an_inner_config_changes_too(copy_of, tmp_path):
+    """Of a model with a vision tower; published ones have both."""
+    config = json.loads(((folder := copy_of("qwen3.5")) / "config.json").read_text())
+    config["text_config"] |= {"dtype": "float32", "quantization_config": quantization_config([])}
+    (folder / "config.json").write_text(json.dumps(config))
+    hf_to_megatron(folder, tmp_path / "megatron", dtype="bfloat16")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
+    said = json.loads((tmp_path / "again/config.json").read_text())
+    assert said["dtype"] == said["text_config"]["dtype"] == ModelShape.from_dir(tmp_path / "again").dtype == "bfloat16"
+    assert "quantization_config" not in said["text_config"] and "dtype" not in said["vision_config"]
 
 
 def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
