@@ -93,7 +93,7 @@ def test_a_response_whose_function_raises_is_ungraded(names):
         if prompt.id in names:
             raise ValueError("no board")
 
-    message = r"python:test\.broken raised ValueError at .*: no board"
+    message = r"python:test\.broken, prompt 'p\d', raised ValueError at .*: no board"
     if names == "p1":
         result = run_virtually(main()).results[""]
         assert (result.avg, result.ungraded, result.unusable) == (1.0, 2, 1)

@@ -257,6 +257,6 @@ RULES: tuple[Rule, ...] = (
          patience=1),
     Rule("useless-critic", _useless_critic, "critic.optimizer.lr too low or too high, too little "
          "critic.pretraining.steps, or returns that hardly differ", patience=5),
-    Rule("failed-groups", _failed_groups, "a server that died or ran out of memory, or timeouts; see the "
-         "servers' logs", patience=1),
+    Rule("failed-groups", _failed_groups, "a server that died or ran out of memory, timeouts (see the servers' logs), "
+         "or a rollout function that raises", patience=1),
 )  # fmt: skip

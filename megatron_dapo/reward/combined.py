@@ -83,6 +83,9 @@ class CombinedGraders(Graders):
             total.update(member.grader.metrics())
         return {**total, **super().metrics()}
 
+    def last_error(self) -> str:
+        return next((error for member in self._members if (error := member.grader.last_error())), "")
+
     def _combine(self, grades: list[Grade]) -> Grade:
         return self._count(combine({m.name: (m.weight, g) for m, g in zip(self._members, grades, strict=True)}))
 

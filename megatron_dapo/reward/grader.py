@@ -56,6 +56,7 @@ class Graders:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._last_error = ""
 
     async def open(self) -> None: ...
     async def close(self) -> None: ...
@@ -78,6 +79,10 @@ class Graders:
     def metrics(self) -> dict[str, float]:
         reasons = sorted(name for name in self._counts if name.startswith("ungraded/"))
         return {f"reward/{name}": float(self._counts[name]) for name in (*self.counted, *reasons)}
+
+    def last_error(self) -> str:
+        """Of the last response that could not be graded because the grader raised or its server failed."""
+        return self._last_error
 
     def _count(self, grade: Grade) -> Grade:
         self._counts["ungraded" if grade.ungraded else "graded"] += 1
@@ -175,16 +180,16 @@ class FunctionGrader:
 
     def __init__(self, config: RewardConfig) -> None:
         self._scores = Scores(config.scores)
-        self._function: Callable[..., Any] = load_function(config.grader, "reward.grader")
-        self.is_async = inspect.iscoroutinefunction(self._function)
+        self.function: Callable[..., Any] = load_function(config.grader, "reward.grader")
+        self.is_async = inspect.iscoroutinefunction(self.function)
 
     def grade(self, prompt: Prompt, response: str) -> Grade:
         if self.is_async:
             return asyncio.run(self.grade_async(prompt, response))
-        return self._scores.read(self._function(prompt, response)).plain()
+        return self._scores.read(self.function(prompt, response)).plain()
 
     async def grade_async(self, prompt: Prompt, response: str) -> Grade:
-        return self._scores.read(await self._function(prompt, response)).plain()
+        return self._scores.read(await self.function(prompt, response)).plain()
 
 
 def load_grader(config: RewardConfig) -> Grader:

@@ -9,9 +9,9 @@ A process is judged by what it uses, not by the clock. The kernel limits CPU tim
 here, and it counts as stuck only after `stuck_seconds` of sleep without using CPU time or replying. Waiting for a core
 on an overloaded machine is none of these.
 
-If the grader raises, the response is ungraded too. After `reward.max_errors` errors within
-`reward.error_window_seconds` the grader counts as broken: every call raises `GraderError` with the last traceback.
-This is the only type that `grade` raises because grading cannot go on, so the trainer can save first.
+If the grader raises, the response is ungraded too, and each distinct error is logged once. After `reward.max_errors`
+errors within `reward.error_window_seconds` the grader counts as broken: every call raises `GraderError` with the last
+traceback. This is the only type that `grade` raises because grading cannot go on, so the trainer can save first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from functools import partial
 import psutil
 
 from megatron_dapo.config.data import RewardConfig
+from megatron_dapo.plugins import ErrorLog
 from megatron_dapo.processes.frames import Frame
 from megatron_dapo.processes.supervised import ProcessEnded, WorkerProcess, worker_environment
 from megatron_dapo.reward.grader import FunctionGrader, GraderError, Graders, QuickGrader, load_grader
@@ -156,6 +157,7 @@ class RewardPool(Graders):
         self._failure: GraderError | None = None
         self._crashes_in_a_row = 0
         self._error_times: deque[float] = deque()
+        self._errors = ErrorLog()
         self._clock = time.monotonic
         self._seconds = 0.0
 
@@ -276,17 +278,18 @@ class RewardPool(Graders):
         self._seconds += reply.get("seconds", 0.0)
         self._counts["quick"] += reply.get("quick", False)
         if "error" in reply:
-            self._raised(job, reply["error"], reply["response"])
+            self._raised(job, reply["error"], reply["trace"], reply["response"])
             return
         grade = Grade.from_state(reply["grade"])
         if grade.ungraded:
             self._counts["ungraded/by-grader"] += 1
         self._answer(job, grade)
 
-    def _raised(self, job: _Job, trace: str, response: str) -> None:
+    def _raised(self, job: _Job, error: str, trace: str, response: str) -> None:
         self._counts["errors"] += 1
         self._counts["ungraded/raised"] += 1
-        self._answer(job, Grade(None, 0.0, None, f"the grader raised {trace.strip().splitlines()[-1]}"))
+        self._last_error = error
+        self._answer(job, Grade(None, 0.0, None, f"the grader raised {error}"))
         now, window = self._clock(), self._config.error_window_seconds
         self._error_times.append(now)
         while now - self._error_times[0] > window:
@@ -299,6 +302,8 @@ class RewardPool(Graders):
                     f"{response!r}:\n{trace}"
                 )
             )
+        else:
+            self._errors.add(f"the grader {self._config.grader!r}", error, trace)
 
     def _after_death(self, jobs: list[_Job], reason: str) -> None:
         """The process died. If it graded one by one, the first job is the cause; if together, each is tried alone."""

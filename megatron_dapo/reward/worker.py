@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from megatron_dapo.plugins import in_one_line
 from megatron_dapo.processes.frames import Channel, Header, parent_channel
 from megatron_dapo.reward.grader import FunctionGrader, Grader, QuickGrader, load_grader
 from megatron_dapo.types import Grade, Prompt
@@ -107,7 +108,7 @@ def _grade(grader: Grader, request: Request) -> Header:
         grade = quick or grader.grade(prompt, request.response)
         return _reply(request, grade, seconds=time.process_time() - started, quick=quick is not None)
     except (Exception, SystemExit) as error:
-        return _failure(request, error)
+        return _failure(grader, request, error)
 
 
 async def _grade_together(channel: Channel, grader: FunctionGrader, requests: list[Request]) -> None:
@@ -116,7 +117,7 @@ async def _grade_together(channel: Channel, grader: FunctionGrader, requests: li
             grade = await grader.grade_async(Prompt.from_state(json.loads(request.prompt)), request.response)
             reply = _reply(request, grade)
         except (Exception, SystemExit) as error:
-            reply = _failure(request, error)
+            reply = _failure(grader, request, error)
         channel.send(reply)
 
     await asyncio.gather(*(one(request) for request in requests))
@@ -126,11 +127,14 @@ def _reply(request: Request, grade: Grade, **measured: float) -> Header:
     return {"number": request.number, "grade": grade.to_state(), **measured}
 
 
-def _failure(request: Request, error: BaseException) -> Header:
+def _failure(grader: Grader, request: Request, error: BaseException) -> Header:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return {"number": request.number, "limit": "memory"}
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return {"number": request.number, "error": text, "response": request.response[-QUOTED:]}
+    function = grader.function if isinstance(grader, FunctionGrader) else grader.grade
+    return {
+        "number": request.number, "error": in_one_line(error, function),
+        "trace": "".join(traceback.format_exception(error)).rstrip(), "response": request.response[-QUOTED:],
+    }  # fmt: skip
 
 
 @contextmanager

@@ -48,6 +48,7 @@ CLOSE_SECONDS = 120.0
 CANCEL_SECONDS = 10.0
 SETTLE_SECONDS = 300.0
 PULSE_SECONDS = 1.0
+ERROR_SHARE = 0.01  # of a step's responses; a warning says that grading fails on more, metrics also on fewer
 
 
 class BatchQueue:
@@ -371,18 +372,28 @@ class RolloutDriver:
                 self.engine, self.problems, self._responses, settings, seed, advance, self._function
             )
         finally:  # what graders and tools did in it is not the next step's
-            _ = take_shared_metrics(), self.reward_metrics()
+            _ = take_shared_metrics(), self._take_reward_counts()
             self._counted = {name: value - before.get(name, 0.0) for name, value in self._counted.items()}
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call: retries, restarts, errors, seconds."""
+        found = self._take_reward_counts()
+        ungraded, graded = (found.pop(f"reward/{name}") for name in ("ungraded", "graded"))
+        if found["reward/errors"] > ERROR_SHARE * (ungraded + graded):
+            self._observer.warn(
+                f"ungraded: {ungraded:g} of {ungraded + graded:g} responses; the grader's last error: "
+                f"{self._responses.graders.last_error()}"
+            )
+        return found
+
+    def _take_reward_counts(self) -> dict[str, float]:
         found = self._reward_counts()
         self._counted = {name: self._counted.get(name, 0.0) + value for name, value in found.items()}
         return found
 
     def _reward_counts(self) -> dict[str, float]:
         now = self._responses.graders.metrics()
-        names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
+        names = [f"reward/{name}" for name in ("graded", "ungraded", "errors", "retries", "restarts", "seconds")]
         reasons = sorted(name for name in {**now, **self._counted} if name.startswith("reward/ungraded/"))
         return {name: now.get(name, 0.0) - self._counted.get(name, 0.0) for name in (*names, *reasons)}
 

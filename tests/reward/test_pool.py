@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_dapo.config.data import RewardConfig
+from megatron_dapo.plugins import MOST_LOGGED
 from megatron_dapo.processes.supervised import WorkerProcess
 from megatron_dapo.reward.grader import GraderError
 from megatron_dapo.reward.pool import RewardPool
@@ -165,13 +166,29 @@ async def test_a_grader_that_raises_stops_the_run_with_its_traceback():
     async with RewardPool(config) as pool:
         for _ in range(2):
             grade = await pool.grade(prompt("yes"), sample("raise"))
-            assert grade.correct is None and "ValueError: what a strange response" in grade.reason
+            assert grade.correct is None and grade.reason.endswith(": what a strange response")
         await pool.grade(prompt("yes"), sample("exit"))
         assert pool.metrics()["reward/errors"] == 3
         with pytest.raises(GraderError, match="raised 3 times") as caught:
             await pool.grade(prompt("yes"), sample("yes"))
         assert "hostile_graders.py" in str(caught.value) and "SystemExit" in str(caught.value).splitlines()[-1]
         assert str(caught.value) == str(caught.value).strip(), "what is added to the message follows on its last line"
+
+
+async def test_each_distinct_error_of_the_grader_is_logged_once_with_its_traceback(caplog):
+    config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=99)
+    bad = [f"json {i % 2 * 'x'}[" for i in range(20)]  # in one the error is at the second character
+    async with RewardPool(config) as pool:
+        grades = await grade_all(pool, [("yes", text) for text in (*bad, "raise", "raise")])
+        assert pool.last_error() == grades[-1].reason.removeprefix("the grader raised ")
+    # The line of the grader's file, not that of the library that it called.
+    assert re.fullmatch(r"the grader raised JSONDecodeError at hostile_graders.py:\d+: Expecting .*", grades[0].reason)
+    assert re.fullmatch(r"ValueError at hostile_graders.py:\d+: what a strange response", pool.last_error())
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(logged) == 3 and all("Traceback" in text and "hostile_graders.py" in text for text in logged), logged
+    async with RewardPool(config) as pool:
+        await grade_all(pool, [("yes", f"json {i * ' '}[") for i in range(60)])
+    assert len(caplog.records) == 3 + MOST_LOGGED, "errors that name a place in the response"
 
 
 async def test_errors_of_the_grader_are_forgotten_after_a_while():

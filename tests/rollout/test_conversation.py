@@ -1,6 +1,7 @@
 """Conversations: tokens are sampled or appended and never encoded again; interruptions change nothing."""
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -650,7 +651,7 @@ def test_an_early_rejection_ends_conversations_also_between_their_turns():
     assert run_virtually(main()) < 1000
 
 
-def test_a_function_that_raises_fails_its_group_and_names_the_line():
+def test_a_function_that_raises_fails_its_group_and_names_the_line(caplog):
     async def broken(prompt, conversation, settings):
         await conversation.generate(max_tokens=2)
         if prompt.id == "p1":
@@ -660,10 +661,14 @@ def test_a_function_that_raises_fails_its_group_and_names_the_line():
     (batch,), *_ = collect(rollout(samples=2), engine=ConversationEngine, function=function_of(broken))
     assert batch.metrics["rollout/groups_failed"] == 1 and "p1" not in {g.prompt.id for g in batch.groups}
 
-    async def always(prompt, conversation, settings):
-        raise KeyError("no such tool")
+    (record,) = caplog.records
+    assert "Traceback" in record.getMessage() and "no such tool" in record.getMessage(), "both samples raised"
 
-    with pytest.raises(EngineError, match=r"raised KeyError at test_conversation.py:\d+ on prompt 'p\d+': 'no such"):
+    async def always(prompt, conversation, settings):
+        json.loads("[")
+
+    message = r"python:test.function, prompt 'p\d+', raised JSONDecodeError at test_conversation.py:\d+: Expecting"
+    with pytest.raises(EngineError, match=message):
         collect(rollout(samples=2), engine=ConversationEngine, function=function_of(always))
 
 

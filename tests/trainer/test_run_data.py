@@ -93,6 +93,8 @@ def test_what_graders_and_tools_do_in_an_evaluation_is_not_the_next_steps(fails,
         graders=SimpleNamespace(metrics=lambda: dict(counts)), add_texts=lambda samples: None
     )
     driver._engine, driver._function, driver._sampler = SimpleNamespace(), print, SimpleNamespace(collect=None)
+    warned = []
+    driver._observer = SimpleNamespace(warn=warned.append)
 
     async def evaluate(*settings):
         counts.update({"reward/seconds": 10.0, "reward/ungraded/timeout": 20, "reward/ungraded/by-grader": 3})
@@ -119,3 +121,9 @@ def test_what_graders_and_tools_do_in_an_evaluation_is_not_the_next_steps(fails,
     found = {name: value for name, value in driver.reward_metrics().items() if value}
     assert found == {"reward/seconds": 1.0, "reward/ungraded/timeout": 2, "reward/ungraded/by-grader": 1}
     assert not any(driver.reward_metrics().values())
+    counts.update({"reward/errors": 1.0, "reward/graded": 999.0, "reward/ungraded": 1.0})
+    driver._responses.graders.last_error = lambda: "ValueError at grader.py:3: no number"
+    assert driver.reward_metrics()["reward/errors"] == 1 and warned == []
+    counts.update({"reward/errors": 3.0, "reward/graded": 61.0, "reward/ungraded": 4.0})
+    assert driver.reward_metrics()["reward/errors"] == 3
+    assert warned == ["ungraded: 4 of 65 responses; the grader's last error: ValueError at grader.py:3: no number"]

@@ -20,13 +20,12 @@ import inspect
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.plugins import load_function
+from megatron_dapo.plugins import ErrorLog, in_one_line, load_function
 from megatron_dapo.reward.grader import Scores
 from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
 from megatron_dapo.types import Grade, Prompt
@@ -59,6 +58,7 @@ class RolloutFunction:
     tokenizer: Any
     resume: Resume = "restart"
     scale: str = "plus-minus-one"  # reward.scores
+    errors: ErrorLog = field(default_factory=ErrorLog)
 
     async def __call__(self, conversation: Conversation) -> Grade | None:
         """Calls the function to its end. The grade includes the turns' rewards; None: the grader decides."""
@@ -69,11 +69,10 @@ class RolloutFunction:
         except EngineError:
             raise
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-            raise RolloutFunctionError(
-                f"rollout.generate: {self.name} raised {type(error).__name__}{where} on prompt {prompt.id!r}: {error}"
-            ) from error
+            text = in_one_line(error, self.function)
+            name = f"rollout.generate: {self.name}"
+            self.errors.add(name, text, "".join(traceback.format_exception(error)))
+            raise RolloutFunctionError(f"{name}, prompt {prompt.id!r}, raised {text}") from error
         except BaseExceptionGroup as group:  # raised inside a task group
             if group.subgroup(ReplayMismatch):
                 raise ReplayMismatch from None
