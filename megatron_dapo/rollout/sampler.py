@@ -362,19 +362,24 @@ class StepCollector:
                 self._accounting.undrop(pending.group, self._reasons.pop(pending.serial))
                 self._groups.put(pending, GroupState.KEPT)
         if not self._groups.count(GroupState.KEPT):
-            samples = [s for pending in self._groups.ordered(GroupState.REJECTED) for s in pending.group.samples]
-            why = [f" (ungraded: {s.grade.reason})" for s in samples if s.grade and s.grade.ungraded and s.grade.reason]
-            message = f"{self._limit_message()}. There is nothing to train on{why[-1] if why else ''}: "
-            message += "check grader and group filter (docs/diagnosis.md#nothing-kept)"
-            raise SamplingLimitError(message, self._rejected())
+            raise SamplingLimitError(
+                f"{self._limit_message()}. There is nothing to train on (docs/diagnosis.md#nothing-kept)",
+                self._rejected(),
+            )
 
     def _limit_message(self) -> str:
-        found = self._accounting
-        cause = "the prompts ran out" if self._exhausted else f"{found.submitted_groups} prompts were sampled"
+        """Begins with what most groups failed with, if they failed or could not be graded."""
+        found, kept = self._accounting, self._groups.count(GroupState.KEPT)
+        counts = {**found.dropped_groups, "failed": found.failed_groups}
+        most = max(counts, key=lambda reason: counts[reason])
+        examples = [s.grade.reason for s in self._rejected()[most].samples if s.grade] if most == "ungraded" else []
+        why = self._last_failure if most == "failed" else next(filter(None, reversed(examples)), "")
+        cause = f"{counts[most]} of {sum(counts.values())} groups {most}: {why}; " if why else ""
+        end = "the prompts ran out" if self._exhausted else f"{found.submitted_groups} prompts were sampled"
         return (
-            f"step {self._step + 1}: {cause} and {self._groups.count(GroupState.KEPT)} of {self._needed} groups were "
-            f"kept; dropped: {dict(sorted(found.dropped_groups.items())) or 'none'}, failed: {found.failed_groups}"
-            + (f" (the last: {self._last_failure})" if self._last_failure else "")
+            f"step {self._step + 1}: {cause}{end} and {kept} of {self._needed} groups were kept; "
+            f"dropped: {dict(sorted(found.dropped_groups.items())) or 'none'}, failed: {found.failed_groups}"
+            + (f" (the last: {self._last_failure})" if self._last_failure and most != "failed" else "")
         )
 
     async def _end_running(self) -> None:

@@ -68,7 +68,7 @@ def test_a_batch_without_a_grade_says_why_a_response_is_ungraded():
     async def too_large(prompt, sample):
         return Grade(True, 1e300)
 
-    with pytest.raises(SamplingLimitError, match=r"train on \(ungraded: invalid: 1e\+300 is not a number") as error:
+    with pytest.raises(SamplingLimitError, match=r"step 1: 4 of 4 groups ungraded: invalid: 1e\+300 is not") as error:
         collect(rollout(3, max_generation_batches=1), grade=too_large)
     ((reason, group),) = error.value.rejected.items()
     assert reason == "ungraded" and group.prompt.id == "p0", "the first of each reason"

@@ -242,6 +242,9 @@ def test_failed_groups_are_counted_and_limited():
     assert not {"p1", "p2"} & {group.prompt.id for group in batch.groups}
     with pytest.raises(EngineError, match=r"step 1: 2 groups failed .* server http://simulated: generate step1-group"):
         collect(rollout(max_failed_groups=1), engine=lambda: SimulatedEngine(fault=broken))
+    config, every = rollout(max_failed_groups=9, max_generation_batches=1), failing({"group"})
+    with pytest.raises(SamplingLimitError, match=r"step 1: 4 of 4 groups failed: server http://simulated: generate"):
+        collect(config, engine=lambda: SimulatedEngine(fault=every))
 
 
 def test_a_stalled_engine_is_an_error_that_names_the_prompts():
