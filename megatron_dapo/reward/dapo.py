@@ -46,8 +46,8 @@ def published_answer(response: str, rule: str) -> str | None:
     return None if box is None else normalise(box)
 
 
-def published_verdict(reference: str, answer: str | None, rule: str) -> bool:
-    return answer is not None and answer == (reference if rule == "strict-box" else normalise(reference))
+def published_verdict(reference: str, answer: str, rule: str) -> bool:
+    return answer == (reference if rule == "strict-box" else normalise(reference))
 
 
 def normalise(answer: str) -> str:

@@ -131,48 +131,48 @@ class MathGrader:
 
     def __init__(self, config: RewardConfig) -> None:
         self._scores = Scores(config.scores)
+        self._rule = config.dapo_rule
 
     def quick(self, prompt: Prompt, response: str) -> Grade | None:
-        answer = final_answer(response)
+        answer = self._find(response)
         if answer is None:
             return self._scores.grade(False, None, "no answer found")
-        verdict = decide(reference_answer(prompt.answer), answer)
+        verdict = self._decide(prompt.answer, answer)
         return None if verdict is None else self._scores.grade(verdict[0], answer, verdict[1])
 
     def grade(self, prompt: Prompt, response: str) -> Grade:
         if quick := self.quick(prompt, response):
             return quick
-        answer = final_answer(response) or ""
+        answer = self._find(response) or ""
         correct, reason = equivalent(reference_answer(prompt.answer), answer)
         return self._scores.grade(correct, answer, reason)
 
+    def _find(self, response: str) -> str | None:
+        return final_answer(response)
 
-class DapoGrader:
+    def _decide(self, reference: str, answer: str) -> tuple[bool, str] | None:
+        return decide(reference_answer(reference), answer)
+
+
+class DapoGrader(MathGrader):
     """The published run's rules; all of them are string operations."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._scores = Scores(config.scores)
-        self._rule = config.dapo_rule
+    def _find(self, response: str) -> str | None:
+        return published_answer(response, self._rule)
 
-    def quick(self, prompt: Prompt, response: str) -> Grade:
-        answer = published_answer(response, self._rule)
-        if answer is None:
-            return self._scores.grade(False, None, "no answer found")
-        correct = published_verdict(prompt.answer, answer, self._rule)
-        return self._scores.grade(correct, answer, "same text" if correct else "different text")
-
-    grade = quick
+    def _decide(self, reference: str, answer: str) -> tuple[bool, str]:
+        return _as_text(published_verdict(reference, answer, self._rule))
 
 
 class ExactGrader(MathGrader):
     """Correct if the final answer is the reference, character by character; only white space may differ."""
 
-    def quick(self, prompt: Prompt, response: str) -> Grade:
-        answer = final_answer(response)
-        if answer is None:
-            return self._scores.grade(False, None, "no answer found")
-        correct = answer.split() == reference_answer(prompt.answer).split()
-        return self._scores.grade(correct, answer, "same text" if correct else "different text")
+    def _decide(self, reference: str, answer: str) -> tuple[bool, str]:
+        return _as_text(answer.split() == reference_answer(reference).split())
+
+
+def _as_text(same: bool) -> tuple[bool, str]:
+    return same, "same text" if same else "different text"
 
 
 class FunctionGrader:

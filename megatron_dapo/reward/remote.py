@@ -226,34 +226,26 @@ class HttpReward(RemoteGrader):
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def _send(self, batch: list[_Waiting]) -> None:
+    async def _send(self, batch: list[_Waiting], retries: int | None = None) -> None:
+        grades: Sequence[Grade | BaseException]
         try:
-            grades: Sequence[Grade | RemoteFailure] = await self._grades(batch)
+            grades = await self._grades(batch, retries)
         except RemoteFailure as failure:
             if len(batch) > 1 and (failure.status == 500 or not failure.passing):
-                grades = await asyncio.gather(*(self._alone(item) for item in batch))
-            else:
-                grades = [failure] * len(batch)
+                await asyncio.gather(*(self._send([item], retries=0) for item in batch))
+                return
+            grades = [failure] * len(batch)
         except BaseException as error:  # whatever happens, the callers that wait must be told
-            for item in batch:
-                if not item.future.done():
-                    item.future.set_exception(error)
-            return
+            grades = [error] * len(batch)
         for item, grade in zip(batch, grades, strict=True):
             if item.future.done():
                 continue
-            if isinstance(grade, RemoteFailure):
+            if isinstance(grade, BaseException):
                 item.future.set_exception(grade)
             else:
                 item.future.set_result(grade)
 
-    async def _alone(self, item: _Waiting) -> Grade | RemoteFailure:
-        try:
-            return (await self._grades([item], retries=0))[0]
-        except RemoteFailure as failure:
-            return failure
-
-    async def _grades(self, batch: list[_Waiting], retries: int | None = None) -> list[Grade]:
+    async def _grades(self, batch: list[_Waiting], retries: int | None) -> list[Grade]:
         reply = await self._server.post("", {"responses": [item.body for item in batch]}, retries)
         grades = reply.get("grades") if isinstance(reply, dict) else None
         if not isinstance(grades, list) or len(grades) != len(batch):

@@ -146,25 +146,14 @@ class InterruptedStep:
     last_failure: str = ""  # message of the last group that failed
 
     def to_state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "accounting": self.accounting.to_state(),
-            "seconds": self.seconds,
-            "running": self.running,
-            "rejected": [[pending.to_state(), reason] for pending, reason in self.rejected],
-            "last_failure": self.last_failure,
-        }
+        rejected = [[pending.to_state(), reason] for pending, reason in self.rejected]
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {**values, "accounting": self.accounting.to_state(), "rejected": rejected}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> InterruptedStep:
-        return cls(
-            step=state["step"],
-            accounting=StepAccounting.from_state(state["accounting"]),
-            seconds=state["seconds"],
-            running=state["running"],
-            rejected=[(PendingGroup.from_state(pending), reason) for pending, reason in state["rejected"]],
-            last_failure=state["last_failure"],
-        )
+        rejected = [(PendingGroup.from_state(pending), reason) for pending, reason in state["rejected"]]
+        return cls(**{**state, "accounting": StepAccounting.from_state(state["accounting"]), "rejected": rejected})
 
 
 @dataclass(slots=True)

@@ -195,20 +195,17 @@ class OpenAIServer:
     async def start(self) -> None:
         """Once; rollouts that begin at the same time wait for it."""
         async with self._starting:
-            if not self._address:
-                await self._start()
-
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=LARGEST_REQUEST)
-        for prefix in ("/rollouts/{key}/v1", "/v1"):
-            app.router.add_post(prefix + "/chat/completions", self._chat)
-            app.router.add_get(prefix + "/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self._address = f"http://{host}:{port}"
+            if self._address:
+                return
+            app = web.Application(client_max_size=LARGEST_REQUEST)
+            for prefix in ("/rollouts/{key}/v1", "/v1"):
+                app.router.add_post(prefix + "/chat/completions", self._chat)
+                app.router.add_get(prefix + "/models", self._models)
+            self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+            await self._runner.setup()
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            host, port = self._runner.addresses[0][:2]
+            self._address = f"http://{host}:{port}"
 
     async def close(self) -> None:
         if self._runner is not None:
