@@ -24,7 +24,7 @@ from megatron_dapo.files import create_atomically, explain
 
 Entry = tuple[str, Any, str]  # their key, its value, and why
 # Keys of ours whose null is a value rather than a sign that nothing is to be written.
-TAKE_NULL = ("rollout.sampler.max_generation_batches", "algorithm.off_policy.opsm_delta")
+TAKE_NULL = ("rollout.sampler.max_generation_batches", "algorithm.off_policy.opsm_delta", "trainer.checkpoint.keep")
 
 
 class _FillInError(Exception):
@@ -114,16 +114,17 @@ def convert(script: Script, tool: Tool, gpus: int | None = None) -> Imported:
             found.none.append((key, value, plain(row.none or row.note)))
     targets = {row.to for row in rows.values()}
     steps = [(row, key, script.settings[key], True) for key, row in rows.items()]
-    defaults = ((tool.row(name), value) for name, value in tool.defaults.items() if value is not None)
-    steps += [(row, f"{tool.title}'s default", value, False) for row, value in defaults
-              if row and row.to and row.to not in targets and not _unread(found, row)]  # fmt: skip
+    given = {key.removeprefix(tool.prefix) for key, value in script.settings.items() if value is not None}
+    defaults = {key: value for key, value in tool.defaults.items() if value is not None and key not in given}
+    steps += [(row, f"{tool.title}'s default", value, False) for key, value in defaults.items()
+              if (row := tool.row(key)) and row.to and row.to not in targets and not _unread(found, row)]  # fmt: skip
     order = list(tool.rows)
     # Units need the plain numbers, also those that the tool has by default.
     for row, key, value, counted in sorted(steps, key=lambda step: (bool(step[0].unit), order.index(step[0].name))):
         _apply(found, key, value, row, counted)
     # Where engines and trainer take turns, these tools start the groups of a batch and wait for all of them.
     whole_batches = {} if found.ours("rollout.max_staleness") else {"rollout.sampler.oversampling": 1.0}
-    for ours, value in (whole_batches | tool.settings).items():
+    for ours, value in (whole_batches | _transport(found) | tool.settings).items():
         if ours not in found.settings:
             found.settings[ours], found.sources[ours] = value, f"as in {tool.title}"
     _enough_tokens(found)
@@ -184,6 +185,21 @@ def _admits(key: str, kind: type) -> bool:
     return admits(annotation_of(key), kind)
 
 
+def _transport(found: Imported) -> dict[str, Any]:
+    """Weights go from memory to memory, as in all of these tools; engines on the trainer's GPUs use all of them."""
+    names = ("slurm.nodes", "slurm.engine_nodes", "slurm.gpus_per_node", "rollout.servers.tensor_parallel")
+    nodes, engine_nodes, gpus, size = (found.settings.get(name) for name in names)
+    shared, gpus, size = found.ours("rollout.servers.share_gpus"), gpus or found.devices, size or 1
+    if not shared and not engine_nodes:
+        return {}
+    settings: dict[str, Any] = {"rollout.weights.transport": "tensor" if shared else "distributed"}
+    if isinstance(nodes, int) and nodes > 1:
+        settings["rollout.weights.keep_snapshot"] = False  # the nodes have no local directory in common
+    if shared and isinstance(gpus, int) and isinstance(size, int) and 0 < size < gpus <= 8:
+        settings["rollout.servers.count"] = gpus // size
+    return settings
+
+
 def _enough_tokens(found: Imported) -> None:
     """A micro-batch holds the longest sequence, in multiples of what the layout splits it into."""
     names = ("rollout.max_prompt_tokens", "rollout.max_response_tokens", "policy.context_parallel",
@@ -240,6 +256,13 @@ def named_files(value: Any, found: Imported, row: Row, key: str) -> Any:
 
 
 @unit
+def other_folder(value: Any, found: Imported, row: Row, key: str) -> Any:
+    if value == found.theirs("save", value):
+        return {}  # a run that is in trainer.run_dir is resumed
+    raise _FillInError(f"from {value!r}")
+
+
+@unit
 def samples_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
     return _whole(value / found.ours("rollout.samples_per_prompt"), f"{value} / samples per prompt")
 
@@ -261,6 +284,8 @@ def updates_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
 
 @unit
 def updates_to_steps(value: Any, found: Imported, row: Row, key: str) -> int:
+    if 0 < value < 1:  # Hugging Face's share of the run
+        return share_of_steps(value, found, row, key)
     updates = found.ours("trainer.prompts_per_step") / found.ours("trainer.mini_batch_prompts")
     return math.ceil(max(0, value) / max(1, updates))
 

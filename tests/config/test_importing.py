@@ -204,6 +204,28 @@ generation: {temperature: 0.7, val_temperature: "${.temperature}", inner: {a: "$
     assert found.notes == ["defaults: missing: not read, there is no such file beside this one"]
 
 
+@pytest.mark.parametrize(
+    ("tool", "settings", "key", "ours"),
+    [
+        ("verl", {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/a/global_step_9"},
+         "trainer.resume_from_path", "policy.model: from '/a/global_step_9'"),
+        ("slime", {"load": "/a", "save": "/b"}, "load", "policy.megatron_checkpoint: from '/a'"),
+        ("trl", {"resume_from_checkpoint": "out/checkpoint-9"}, "resume_from_checkpoint", "policy.model: from 'out"),
+        ("trl", {"save_strategy": "epoch"}, "save_strategy", "trainer.checkpoint.every: from 'epoch'"),
+    ],
+)  # fmt: skip
+def test_what_only_the_user_can_convert_is_to_fill_in(tool, settings, key, ours):
+    found = convert(Script(settings), tools()[tool])
+    assert [(name, why[: len(ours)]) for name, _, why in found.fill_in] == [(key, ours)]
+
+
+def test_a_path_that_the_other_tool_does_not_resume_from_is_not_to_fill_in():
+    path = {"trainer.resume_mode": "auto", "trainer.resume_from_path": "/a/global_step_9"}
+    for tool, settings in {"verl": path, "slime": {"load": "/a", "save": "/a"}}.items():
+        found = convert(Script(settings), tools()[tool])
+        assert not found.fill_in and "policy.megatron_checkpoint" not in found.settings
+
+
 def test_an_estimator_that_is_not_offered_is_to_fill_in():
     found = convert(Script({"algorithm.adv_estimator": "grpo_passk"}), tools()["verl"])
     assert [key for key, *_ in found.fill_in] == ["algorithm.adv_estimator"] and not found.converted
