@@ -109,10 +109,23 @@ def _read_python(text: str) -> Script:
         script.settings |= {key: _constant(node, defaults) for key, node in keywords.items()}
     command = _read_shell(ast.get_docstring(tree) or "")
     if not in_code:
-        script = Script({**script.settings, **command.settings}, command.notes, script.program)
+        given = command.settings
+        for key, value in script.settings.items():  # model=model_args.model_name_or_path
+            script.settings[key] = given.get(re.sub(r"\$\{\w*args\.(\w+)\}", r"\1", str(value)), value)
+        script = Script({**script.settings, **given}, command.notes, script.program)
     elif command.settings:
         script.notes.append("the command in the docstring was not read, because the code has a configuration")
+    script.settings |= {key: _constant(node, defaults) for key, node in _assigned(tree)}
     return script
+
+
+def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """As `training_args.beta = 0.1`."""
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.Assign) and isinstance(target, ast.Attribute):
+            if re.fullmatch(r"(\w+_)?(args|config)", ast.unparse(target.value)):
+                yield target.attr, node.value
 
 
 def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:

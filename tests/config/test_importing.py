@@ -273,6 +273,12 @@ parser.add_argument("--steps", type=int, default=40)
 config = GRPOConfig(learning_rate=2e-6, max_steps=args.steps, num_generations=4, output_dir=folder(), **more)
 GRPOTrainer(model="Qwen/Qwen3-0.6B", args=config, train_dataset=rows)
 '''
+EXAMPLE = '''"""
+python grpo.py --model_name_or_path Qwen/Qwen3-1.7B --num_generations 8
+"""
+training_args.chat_template_kwargs = {"enable_thinking": False}
+GRPOTrainer(model=model_args.model_name_or_path, args=training_args, train_dataset=rows)
+'''
 HYDRA = """actor_rollout_ref: {rollout: {n: 4, response_length: "${data.max_response_length}"}}
 data: {max_response_length: 99}
 """
@@ -305,6 +311,17 @@ data: {max_response_length: 99}
                 "output_dir": "${folder()}",
                 "model": "Qwen/Qwen3-0.6B",
                 "train_dataset": "${rows}",
+            },
+        ),
+        (
+            "example.py",
+            EXAMPLE,
+            {
+                "model": "Qwen/Qwen3-1.7B",
+                "train_dataset": "${rows}",
+                "model_name_or_path": "Qwen/Qwen3-1.7B",
+                "num_generations": 8,
+                "chat_template_kwargs": {"enable_thinking": False},
             },
         ),
         (
