@@ -202,6 +202,23 @@ def _flat_reward(history: History) -> str | None:
     return f"accuracy is {now:.0%}"
 
 
+def _accuracy_drop(history: History) -> str | None:
+    now, before = history.get("reward/accuracy_all"), list(history.recent("reward/accuracy_all"))
+    # Not the best single step: where few groups are sampled, that is chance.
+    best = max((fmean(before[i : i + 5]) for i in range(len(before) - 4)), default=0.0)
+    if now is None or now <= 0.01 or now >= 0.5 * best:  # 0: see flat-reward
+        return None
+    return f"accuracy is {now:.1%}, less than half of what it was a few steps ago ({best:.1%})"
+
+
+def _ungraded(history: History) -> str | None:
+    kept, dropped = history.get("rollout/groups_kept") or 0.0, dropped_groups(history.now).get("ungraded", 0.0)
+    ungraded = (history.get("reward/ungraded_share") or 0.0) * kept + dropped
+    if not kept or ungraded <= 0.02 * (kept + dropped):  # 0: see nothing-kept
+        return None
+    return f"{ungraded / (kept + dropped):.1%} of the responses are ungraded"
+
+
 def _not_finite(history: History) -> str | None:
     every_one = math.isfinite(sum(history.now.values()))
     bad = [] if every_one else sorted(name for name, value in history.now.items() if not math.isfinite(value))
@@ -251,6 +268,9 @@ RULES: tuple[Rule, ...] = (
          patience=1),
     Rule("flat-reward", _flat_reward, "at 0 %: a wrong template, a wrong answer field or a model that is too weak; at "
          "100 %: nothing is left to learn, or the grader is fooled", patience=5),
+    Rule("accuracy-drop", _accuracy_drop, "learning rate too high, a mismatch between engine and trainer, responses "
+         "that the grader no longer reads, or harder prompts", patience=5),
+    Rule("ungraded", _ungraded, "a grader that fails, hits its time limit or cannot read the references"),
     Rule("not-finite", _not_finite, "overflow in the model, a broken checkpoint, or a learning rate that is far too "
          "high", patience=1),
     Rule("skipped-update", _skipped, "algorithm.overlong.filter masked every truncated sample, or nothing was graded",

@@ -44,6 +44,9 @@ CASES = [
     ("flat-reward", series("reward/accuracy", *[0.0] * 5), 5),
     ("flat-reward", series("reward/accuracy", *[1.0] * 5), 5),
     ("flat-reward", [{"reward/accuracy": 0.5, "reward/accuracy_all": 0.995}] * 5, 5),
+    ("accuracy-drop", series("reward/accuracy_all", *[0.6] * 5, *[0.29] * 5), 10),
+    ("ungraded", [{"reward/ungraded_share": 0.03, **groups(9)}] * 3, 3),
+    ("ungraded", [{"reward/ungraded_share": 0.0, **groups(30, ungraded=1)}] * 3, 3),
     ("not-finite", series("train/loss", 0.1, math.nan), 2),
     ("not-finite", series("train/nonfinite_tokens", 0, 3), 2),
     ("skipped-update", series("train/update_skipped", 0, 1), 2),
@@ -73,6 +76,10 @@ NEAR_MISSES = [
     [groups(2, all_wrong=17, surplus=400)] * 4,  # surplus is not the filter's verdict
     series("reward/accuracy", *[0.02] * 9),
     [{"rollout/groups_failed": 1, "rollout/groups_submitted": 64}] * 9,
+    series("reward/accuracy_all", *[0.6] * 5, *[0.31] * 9),
+    series("reward/accuracy_all", *[0.6] * 5, *[0.2] * 4, 0.6, *[0.2] * 4),  # never five in a row
+    series("reward/accuracy_all", *[0.1] * 4, 0.5, *[0.1] * 9),  # one good step is no level to fall from
+    [{"reward/ungraded_share": 0.01, **groups(99, ungraded=1)}] * 9,
 ]
 
 

@@ -35,6 +35,8 @@ FAULTS = {
     "grad-norm": {"train/grad_norm": 40.0},
     "flat-reward": {"reward/accuracy_all": 0.0},
     "flat-reward: nothing left to learn": {"reward/accuracy_all": 1.0},
+    "accuracy-drop": {"reward/accuracy_all": 0.15},
+    "ungraded": {"reward/ungraded_share": 0.1},
     "not-finite": {"train/loss": math.nan},
     "not-finite: tokens": {"train/nonfinite_tokens": 3.0},
     "skipped-update": {"train/update_skipped": 1.0},
