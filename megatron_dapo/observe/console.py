@@ -30,12 +30,13 @@ FIRST_LINE, NEXT_LINE = 10.0, 60.0  # seconds until `waiting` prints a line wher
 
 
 def step_summary(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Column title to text. Columns whose metrics are absent are left out."""
+    """Column title to text. Columns whose metrics are absent are left out. Reward and length are of the groups that are
+    trained on, accuracy is of all sampled groups."""
     columns = {
-        "reward": number(metrics.get("reward/mean")),
-        "accuracy": percent(metrics.get("reward/accuracy_all", metrics.get("reward/accuracy"))),
+        "reward (trained)": number(metrics.get("reward/mean")),
+        "accuracy (all)": percent(metrics.get("reward/accuracy_all")),
         "entropy": number(metrics.get("train/entropy")),
-        "length": number(metrics.get("rollout/length_trained"), 4),
+        "length (trained)": number(metrics.get("rollout/length_trained"), 4),
         "yield": percent(filter_yield(metrics)),
         "grad": number(metrics.get("train/grad_norm")),
         "rollout tok/s": number(metrics.get("rollout/tokens_per_second")),

@@ -195,8 +195,7 @@ def _grad_norm(history: History) -> str | None:
 
 
 def _flat_reward(history: History) -> str | None:
-    everything = history.get("reward/accuracy_all")  # dynamic sampling keeps that of trained responses off 0 and 1
-    now = history.get("reward/accuracy") if everything is None else everything
+    now = history.get("reward/accuracy_all")  # dynamic sampling keeps that of trained responses off 0 and 1
     if now is None or 0.01 < now < 0.99:
         return None
     return f"accuracy is {now:.0%}"

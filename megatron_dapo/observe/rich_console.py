@@ -24,7 +24,7 @@ def escape(text: str) -> str:
 
 
 def _width(title: str) -> int:
-    return max(6, len(title)) + 3
+    return max(6, len(title)) + 2
 
 
 class RichConsole(Console):

@@ -201,7 +201,7 @@ def overview(runs: Mapping[str, Path]) -> list[dict[str, Any]]:
             "state": f"no sign of life for {duration(silent)}" if silent else status["state"],
             "step": max(status.get("step", 0), last.step if last else 0), "total": status.get("total"),
             "remaining": status.get("remaining") if status["state"] == "running" and not silent else None,
-            "accuracy": metrics.get("reward/accuracy_all", metrics.get("reward/accuracy")),
+            "accuracy": metrics.get("reward/accuracy_all"),
             "updated": status.get("updated", 0.0), "warning": warnings[-1] if warnings else "",
             "settings": {key: values[i] for key, values in differences},
         })  # fmt: skip

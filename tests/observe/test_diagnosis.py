@@ -41,8 +41,8 @@ CASES = [
     ("truncated", series("rollout/truncated_share", 0.6, 0.6, 0.6), 3),
     ("length-collapse", series("rollout/length_trained", 100, 100, 100, 29, 29, 29), 6),
     ("grad-norm", series("train/grad_norm", *[0.1] * 5, 1.1), 6),
-    ("flat-reward", series("reward/accuracy", *[0.0] * 5), 5),
-    ("flat-reward", series("reward/accuracy", *[1.0] * 5), 5),
+    ("flat-reward", series("reward/accuracy_all", *[0.0] * 5), 5),
+    ("flat-reward", series("reward/accuracy_all", *[1.0] * 5), 5),
     ("flat-reward", [{"reward/accuracy": 0.5, "reward/accuracy_all": 0.995}] * 5, 5),
     ("accuracy-drop", series("reward/accuracy_all", *[0.6] * 5, *[0.29] * 5), 10),
     ("ungraded", [{"reward/ungraded_share": 0.03, **groups(9)}] * 3, 3),
@@ -74,7 +74,7 @@ NEAR_MISSES = [
     series("train/grad_norm", 5.0, 0.1, 0.1, 0.1),  # too early to know what is normal
     series("train/grad_norm", *[0.1] * 6, 0.9),
     [groups(2, all_wrong=17, surplus=400)] * 4,  # surplus is not the filter's verdict
-    series("reward/accuracy", *[0.02] * 9),
+    series("reward/accuracy_all", *[0.02] * 9),
     [{"rollout/groups_failed": 1, "rollout/groups_submitted": 64}] * 9,
     series("reward/accuracy_all", *[0.6] * 5, *[0.31] * 9),
     series("reward/accuracy_all", *[0.6] * 5, *[0.2] * 4, 0.6, *[0.2] * 4),  # never five in a row

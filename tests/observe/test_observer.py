@@ -129,7 +129,8 @@ def test_wall_clock_metrics_are_recognised_by_name(name, wall):
 def test_plain_console_prints_steps_evaluations_and_warnings(tmp_path, capsys):
     watched = observer(tmp_path, ObserveConfig(console="plain", report=False))
     metrics = {
-        "reward/mean": 0.4123, "reward/accuracy": 0.5, "train/entropy": 0.25, "rollout/length_trained": 812.4,
+        "reward/mean": 0.4123, "reward/accuracy": 0.5, "reward/accuracy_all": 0.375,
+        "train/entropy": 0.25, "rollout/length_trained": 812.4,
         "rollout/groups_kept": 8, "rollout/dropped/all-wrong": 7, "rollout/dropped/all-correct": 1,
         "rollout/dropped/unfinished": 30, "rollout/tokens_per_second": 12_345.0,
     }  # fmt: skip
@@ -139,7 +140,9 @@ def test_plain_console_prints_steps_evaluations_and_warnings(tmp_path, capsys):
     watched.report("a [gap]")
     watched.close("finished")
     step, evaluation, warning, line, end = capsys.readouterr().out.splitlines()
-    assert step.startswith("step 2/8  reward 0.412  accuracy 50.0%  entropy 0.250  length 812.4  yield 50.0%")
+    assert step.startswith(
+        "step 2/8  reward (trained) 0.412  accuracy (all) 37.5%  entropy 0.250  length (trained) 812.4  yield 50.0%"
+    )
     assert "rollout tok/s 12.3k" in step
     assert evaluation == "step 2 evaluation  avg@8 62.5%"
     assert warning == "WARNING: look [here]" and end == "run finished"
@@ -150,7 +153,7 @@ def test_off_is_silent_and_auto_is_plain_without_a_terminal(tmp_path, capsys):
     observer(tmp_path / "off").step(1, {"reward/mean": 1.0})
     assert capsys.readouterr().out == ""
     observer(tmp_path / "auto", ObserveConfig(report=False)).step(1, {"reward/mean": 1.0})
-    assert capsys.readouterr().out == "step 1/8  reward 1.00  time 0.0s\n"
+    assert capsys.readouterr().out == "step 1/8  reward (trained) 1.00  time 0.0s\n"
 
 
 @pytest.fixture
@@ -249,8 +252,8 @@ def test_the_rich_console_shows_phases_progress_and_steps():
     for text in (
         "a [run]", "loading [weights]", "12/64 groups", "all-wrong 5", "running 80", "3000 tok/s",
         "3/16 updates [of 16]",
-        "reward   entropy\n",
-        "     3    0.500     0.250\n", "ETA 2h00", "entropy [fell]", "a [gap]", "finished",
+        "reward (trained)  entropy\n",
+        "       3             0.500    0.250\n", "ETA 2h00", "entropy [fell]", "a [gap]", "finished",
     ):  # fmt: skip
         assert text in shown, text
 

@@ -136,7 +136,7 @@ def test_without_evaluations_the_accuracy_is_the_score(straight, tmp_path):
     assert run(raw) == 0
     ((_, _, metrics),) = records(tmp_path)
     manifest = json.loads((tmp_path / "checkpoints" / "step_1" / "manifest.json").read_text())
-    assert manifest["score"] == metrics["reward/accuracy"]
+    assert manifest["score"] == metrics["reward/accuracy_all"]
 
 
 DISK_FULL = fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
