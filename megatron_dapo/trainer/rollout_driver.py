@@ -48,7 +48,7 @@ CLOSE_SECONDS = 120.0
 CANCEL_SECONDS = 10.0
 SETTLE_SECONDS = 300.0
 PULSE_SECONDS = 1.0
-ERROR_SHARE = 0.01  # of a step's responses; a warning says that grading fails on more, metrics also on fewer
+ERROR_SHARE = 0.01  # of a step's responses; where grading begins to fail on more, a warning names the last error
 
 
 class BatchQueue:
@@ -172,6 +172,7 @@ class RolloutDriver:
         self._function = load_rollout_function(config, tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
+        self._grading_fails = False  # in the last step, on more than a few responses
         self._operations: set[asyncio.Task[Any] | None] = set()  # that run
         self._opened = contextlib.AsyncExitStack()
         self._counted: dict[str, float] = {}
@@ -379,7 +380,8 @@ class RolloutDriver:
         """What the graders did since the last call: retries, restarts, errors, seconds."""
         found = self._take_reward_counts()
         ungraded, graded = (found.pop(f"reward/{name}") for name in ("ungraded", "graded"))
-        if found["reward/errors"] > ERROR_SHARE * (ungraded + graded):
+        before, self._grading_fails = self._grading_fails, found["reward/errors"] > ERROR_SHARE * (ungraded + graded)
+        if self._grading_fails and not before:
             self._observer.warn(
                 f"ungraded: {ungraded:g} of {ungraded + graded:g} responses; the grader's last error: "
                 f"{self._responses.graders.last_error()}"

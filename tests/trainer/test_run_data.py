@@ -125,5 +125,7 @@ def test_what_graders_and_tools_do_in_an_evaluation_is_not_the_next_steps(fails,
     driver._responses.graders.last_error = lambda: "ValueError at grader.py:3: no number"
     assert driver.reward_metrics()["reward/errors"] == 1 and warned == []
     counts.update({"reward/errors": 3.0, "reward/graded": 61.0, "reward/ungraded": 4.0})
-    assert driver.reward_metrics()["reward/errors"] == 3
+    for _ in range(2):  # a warning says when grading begins to fail
+        assert driver.reward_metrics()["reward/errors"] == 3
+        counts.update({"reward/errors": 3.0, "reward/graded": 61.0, "reward/ungraded": 4.0})
     assert warned == ["ungraded: 4 of 65 responses; the grader's last error: ValueError at grader.py:3: no number"]
