@@ -187,7 +187,7 @@ def merge_adapter(
                     out.write(tensor.view(torch.uint8).numpy().data)
             if not tensor.isfinite().all():
                 not_finite.append(f"{Path(destination) / stored.file.name}: tensor {name}")
-    return Report(Path(model), Path(destination), len(weights), need, time.monotonic() - began, not_finite, notes)
+    return Report(Path(destination), len(weights), need, not_finite, notes, seconds=time.monotonic() - began)
 
 
 def base_fingerprint(model: str | os.PathLike[str]) -> str:

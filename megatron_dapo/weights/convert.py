@@ -39,14 +39,17 @@ Progress = Callable[[int, int], None]  # (bytes copied, total bytes)
 class Report:
     """What a conversion did."""
 
-    source: Path
     destination: Path
     tensors: int
     nbytes: int
-    seconds: float
     not_finite: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what is missing or was left out
     rank: int = 0  # of several processes that convert together; rank 0 has the findings of all
+    seconds: float = 0.0
+
+    def add(self, carried: Sequence[StoredTensor]) -> None:
+        self.tensors += len(carried)
+        self.nbytes += sum(tensor.nbytes for tensor in carried)
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9) / 1e9
@@ -80,16 +83,17 @@ def hf_to_megatron(
         checkpoint = directory / RELEASE
         checkpoint.mkdir(exist_ok=True)
         metadata = None if group.rank else pool.submit(writer.metadata)
-        report = _copy(weights, writer, checkpoint, directory / PROGRESS, group, workers, progress)
+        report = _copy(dst, weights, writer, checkpoint, directory / PROGRESS, group, workers, progress)
         if metadata is None:
-            return report(src, dst, began)
+            return report
         (checkpoint / HF_FILES).mkdir(exist_ok=True)
-        notes = copy_side_files(src, checkpoint / HF_FILES)
-        carried = copy_carried(weights, shape, checkpoint / HF_FILES / CARRIED_FILE)
+        report.notes += copy_side_files(src, checkpoint / HF_FILES)
+        report.add(copy_carried(weights, shape, checkpoint / HF_FILES / CARRIED_FILE))
         (checkpoint / RECORD).write_text(json.dumps({"stores_head": HEAD in weights, "packed_experts": weights.packed}))
         writer.write_metadata(checkpoint, metadata.result())
         (directory / TRACKER).write_text(RELEASE)
-    return report(src, dst, began, notes, carried)
+    report.seconds = time.monotonic() - began
+    return report
 
 
 def megatron_to_hf(
@@ -123,14 +127,16 @@ def megatron_to_hf(
     writer = HFWriter(shape, dtypes, max_shard=max_shard, tied_head=tied_head, pack=pack)
     group, plan = CopyGroup.from_environment(), _plan(weights, writer, dtype)
     with new_directory(dst, writer.total, overwrite=overwrite, plan=plan, group=group) as directory:
-        report = _copy(weights, writer, directory, directory / PROGRESS, group, workers, progress)
+        report = _copy(dst, weights, writer, directory, directory / PROGRESS, group, workers, progress)
         if group.rank:
-            return report(src, dst, began)
+            return report
         writer.write_index(directory)
         carried, notes = export_carried(reference, directory, shape)
         notes += copy_side_files(reference, directory, dtypes[EMBEDDING])
-        notes = write_model_card(src, directory, notes)
-    return report(src, dst, began, notes, carried)
+        report.notes += write_model_card(src, directory, notes)
+        report.add(carried)
+    report.seconds = time.monotonic() - began
+    return report
 
 
 def _plan(weights: HFReader | PieceReader, writer: TorchDistWriter | HFWriter, dtype: str | None) -> str:
@@ -141,36 +147,29 @@ def _plan(weights: HFReader | PieceReader, writer: TorchDistWriter | HFWriter, d
 
 
 def _copy(
+    destination: Path,
     weights: HFReader | PieceReader,
     writer: TorchDistWriter | HFWriter,
     directory: Path,
-    notes: Path,
+    marks: Path,
     group: CopyGroup,
     workers: int | None,
     progress: Progress,
-) -> Callable[..., Report]:
-    """Copies this process's files; rank 0 then waits for the others. Returns what makes the report."""
+) -> Report:
+    """Copies this process's files; rank 0 then waits for the others."""
     not_finite, kept = copy_tensors(
-        weights, writer.writes, writer.files(directory), workers=workers, finished=notes, group=group,
+        weights, writer.writes, writer.files(directory), workers=workers, finished=marks, group=group,
         progress=lambda done: progress(done, writer.weight_bytes),
     )  # fmt: skip
     if group.rank:
-        group.hand_in(notes, not_finite, kept)
+        group.hand_in(marks, not_finite, kept)
     else:
-        of_others, kept_by_others = group.collect(notes)
+        of_others, kept_by_others = group.collect(marks)
         not_finite = sorted({*not_finite, *of_others})
         kept += kept_by_others
     count = sum(len(mapping.hf) for mapping in stored_mappings(writer.shape))
-
-    def report(
-        source: Path, destination: Path, began: float, remarks: Sequence[str] = (), carried: Sequence[StoredTensor] = ()
-    ) -> Report:
-        seconds, tensors = time.monotonic() - began, count + len(carried)
-        nbytes = writer.weight_bytes + sum(tensor.nbytes for tensor in carried)
-        said = [f"{kept} finished files of an interrupted run were compared and kept"] if kept else []
-        return Report(source, destination, tensors, nbytes, seconds, not_finite, [*said, *remarks], group.rank)
-
-    return report
+    notes = [f"{kept} finished files of an interrupted run were compared and kept"] if kept else []
+    return Report(destination, count, writer.weight_bytes, not_finite, notes, group.rank)
 
 
 def open_hf(path: Path) -> tuple[ModelShape, HFReader]:

@@ -68,7 +68,7 @@ def hf_to_fp8(
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = quantization_config(weights.stored)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return Report(src, dst, len(where), total, time.monotonic() - began, not_finite, notes)
+    return Report(dst, len(where), total, not_finite, notes, seconds=time.monotonic() - began)
 
 
 def check_fp8_directory(path: str | Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.model import ModelShape
@@ -33,27 +32,6 @@ MAX_FILE = 4 * 2**30
 _HAS_STATE = re.compile(r"(linear_\w+|\w*layernorm|in_proj|out_proj)\.weight$")  # modules with an `_extra_state`
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkWrite:
-    """One chunk: consecutive rows of one parameter, and where they are written."""
-
-    key: str
-    index: tuple[int, ...]
-    mapping: ParameterMapping
-    start: int  # in the tensor `key`
-    rows: int
-    total: int  # rows of the tensor `key`
-    write: TensorWrite
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return (*self.index, self.start, *(0 for _ in self.mapping.shape[1:]))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return (*(1 for _ in self.index), self.rows, *self.mapping.shape[1:])
-
-
 class TorchDistWriter:
     """Fixes which chunk goes where in which file; `weights.copy` then fills the files in any order."""
 
@@ -66,16 +44,15 @@ class TorchDistWriter:
         self._dtypes: dict[str, Dtype] = {}
         self._sizes = [0]
         self._empty = object_archive([None])
-        self._empty_at = self._reserve(len(self._empty))
-        self.chunks = [chunk for mapping in mappings for chunk in self._chunks(mapping, dtypes[mapping.name])]
+        empty_at = self._reserve(len(self._empty))
+        self.writes: list[TensorWrite] = []
+        self._stored = [Stored(key, _file_name(0), empty_at, len(self._empty)) for key in extra_states(shape)]
+        for mapping in mappings:
+            self._add(mapping, dtypes[mapping.name])
 
     @property
     def total(self) -> int:
         return sum(self._sizes)
-
-    @property
-    def writes(self) -> list[TensorWrite]:
-        return [chunk.write for chunk in self.chunks]
 
     def files(self, directory: Path) -> list[OutputFile]:
         files = [OutputFile(directory / _file_name(i), size) for i, size in enumerate(self._sizes)]
@@ -91,7 +68,8 @@ class TorchDistWriter:
         self._sizes[-1] = at + length
         return at
 
-    def _chunks(self, mapping: ParameterMapping, dtype: Dtype) -> Iterator[ChunkWrite]:
+    def _add(self, mapping: ParameterMapping, dtype: Dtype) -> None:
+        """Cuts one parameter into chunks of consecutive rows, and places them."""
         (location, *_) = disk_locations(mapping.name, self.shape)
         if self._dtypes.setdefault(location.keys[0], dtype) != dtype:
             raise WeightsError(
@@ -100,22 +78,30 @@ class TorchDistWriter:
             )
         width = math.prod(mapping.shape[1:]) * dtype.itemsize
         step = max(1, MAX_CHUNK // width)
-        lead, first = tuple(1 for _ in location.index), 0
+        layers = () if self.shape.layers_differ else (self.shape.layers,)
+        axes = (*layers, self.shape.experts)[: len(location.index)]
+        lead, columns = tuple(1 for _ in location.index), mapping.shape[1:]
+        aliases, first = disk_aliases(mapping.name, self.shape), 0
         for part, size in enumerate(mapping.parts or mapping.shape[:1]):  # a tensor-parallel rank reads a share of each
             one_key = len(location.keys) == 1
             key = location.keys[0 if one_key else part]
             total, base = (mapping.shape[0], 0) if one_key else (size, first)
             for start in range(first, first + size, step):
                 count = min(step, first + size - start)
-                archive = tensor_archive(dtype, (*lead, count, *mapping.shape[1:]))
+                sizes = (*lead, count, *columns)
+                archive = tensor_archive(dtype, sizes)
                 at = self._reserve(archive.length)
-                write = TensorWrite(len(self._sizes) - 1, at, dtype, hf_ranges(mapping, start, count), archive)
-                yield ChunkWrite(key, location.index, mapping, start - base, count, total, write)
+                file = len(self._sizes) - 1
+                self.writes.append(TensorWrite(file, at, dtype, hf_ranges(mapping, start, count), archive))
+                offsets = (*location.index, start - base, *(0 for _ in columns))
+                place = (_file_name(file), at, archive.length)
+                for name in (key, *aliases):
+                    self._stored.append(Stored(name, *place, dtype, (*axes, total, *columns), offsets, sizes))
             first += size
 
     def metadata(self) -> bytes:
         """The content of `.metadata`."""
-        return torch_dist_metadata(self._stored())
+        return torch_dist_metadata(self._stored)
 
     def write_metadata(self, directory: Path, metadata: bytes) -> None:
         """Write the small files of a checkpoint."""
@@ -123,20 +109,6 @@ class TorchDistWriter:
             metadata, object_archive(common_state(megatron_args(self.shape)))
         ).items():
             (directory / name).write_bytes(content)
-
-    def _stored(self) -> Iterator[Stored]:
-        for chunk in self.chunks:
-            write = chunk.write
-            assert write.archive
-            place = (_file_name(write.file), write.offset, write.archive.length)
-            for key in (chunk.key, *disk_aliases(chunk.mapping.name, self.shape)):
-                yield Stored(key, *place, write.dtype, self._global_shape(chunk), chunk.offsets, chunk.sizes)
-        for key in extra_states(self.shape):
-            yield Stored(key, _file_name(0), self._empty_at, len(self._empty))
-
-    def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
-        axes = (self.shape.experts,) if self.shape.layers_differ else (self.shape.layers, self.shape.experts)
-        return (*axes[: len(chunk.index)], chunk.total, *chunk.mapping.shape[1:])
 
 
 def hf_ranges(mapping: ParameterMapping, start: int, count: int) -> tuple[RowRange, ...]:
