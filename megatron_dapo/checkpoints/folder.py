@@ -19,6 +19,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -39,7 +40,7 @@ from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError, UserError
 from megatron_dapo.files import explain, fsync_path, publish_directory, remove, set_aside, write_atomically
 from megatron_dapo.weights.formats.megatron_reader import first_not_finite
-from megatron_dapo.weights.locate import TRACKER
+from megatron_dapo.weights.locate import STEP, TRACKER
 from megatron_dapo.weights.value_weights import value_shape
 
 STATE, ARRAYS = "trainer.json", "trainer.arrays"
@@ -79,37 +80,26 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The state that `state_files` wrote."""
-    path = folder / STATE
     try:
-        state = json.loads(path.read_bytes())
-        path = folder / ARRAYS
-        restored = _restore(state, path.read_bytes())
+        content = (folder / ARRAYS).read_bytes()
+        text = (folder / STATE).read_bytes()
+        state = json.loads(text, object_hook=lambda value: _array(value[MARK], content) if MARK in value else value)
     except (OSError, ValueError, TypeError, RecursionError) as error:  # json's error is a ValueError
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(restored, dict):
+        raise CheckpointError(f"the state in {folder / STATE} cannot be read: {error}") from error
+    if not isinstance(state, dict):
         raise CheckpointError(f"{folder / STATE} does not hold a state")
-    return restored
+    return state
 
 
-def _restore(value: Any, content: bytes) -> Any:
-    if isinstance(value, list):
-        return [_restore(item, content) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if MARK in value:
-        kind, shape, start = value[MARK]
-        dtype = np.dtype(kind)
-        count = int(np.prod(shape, dtype=np.int64))
-        return (
-            np.frombuffer(content, dtype, count=count, offset=start).reshape(shape).copy()
-            if count
-            else np.empty(shape, dtype)
-        )
-    return {key: _restore(item, content) for key, item in value.items()}
+def _array(place: Any, content: bytes) -> np.ndarray:
+    kind, shape, start = place
+    dtype, count = np.dtype(kind), math.prod(shape)
+    if not count:
+        return np.empty(shape, dtype)
+    return np.frombuffer(content, dtype, count=count, offset=start).reshape(shape).copy()
 
 
-NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
-DAMAGED = re.compile(rf"{NAME.pattern}\.damaged(\d*)")
+DAMAGED = re.compile(rf"{STEP.pattern}\.damaged(\d*)")
 POLICY = "policy"
 CRITIC = "critic"
 REQUIRED = (STATE, ARRAYS, f"{POLICY}/.metadata", f"{POLICY}/metadata.json", f"{POLICY}/common.pt")
@@ -136,7 +126,7 @@ class CheckpointFolder:
         """Complete checkpoints, oldest first. Files and folders with other names are ignored. A folder that cannot be
         read is an error: the run would begin again from nothing."""
         try:
-            found = [path for path in self.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+            found = [path for path in self.path.iterdir() if STEP.fullmatch(path.name) and path.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -156,7 +146,7 @@ class CheckpointFolder:
                 elif path.suffix in (".tmp", ".old"):
                     remove(path)
             for path in list(self.path.glob("step_*")):
-                if NAME.fullmatch(path.name) and not path.is_dir():
+                if STEP.fullmatch(path.name) and not path.is_dir():
                     set_aside(path)
 
     def prepare(self, name: str, size: int) -> Path:
@@ -356,7 +346,7 @@ def _read(path: Path) -> Any:
 
 def _order(path: Path) -> tuple[int, int]:
     """A complete step comes before the stops in the middle of the next one."""
-    match = NAME.fullmatch(path.name)
+    match = STEP.fullmatch(path.name)
     assert match is not None
     return _position(match)
 

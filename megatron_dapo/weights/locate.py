@@ -24,7 +24,7 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 RANK_FILE = "model_optim_rng.pt"
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_STEP = re.compile(r"step_(\d+)(?:\+(\d+))?")
+STEP = re.compile(r"step_(\d+)(?:\+(\d+))?")
 _COMPLETE = ("manifest.json", "trainer.json")  # one of them is in every complete checkpoint of a run
 
 
@@ -102,7 +102,7 @@ def _backend(path: Path) -> str | None:
 def _of_run(path: Path, step: int | None) -> Path | None:
     """A run of this project, or its `checkpoints` folder."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    named = [(match, p) for p in folder.iterdir() if (match := _STEP.fullmatch(p.name))]
+    named = [(match, p) for p in folder.iterdir() if (match := STEP.fullmatch(p.name))]
     found = {
         (int(match[1]), -1 if match[2] is None else int(match[2])): p / "policy"
         for match, p in named

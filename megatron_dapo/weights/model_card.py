@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_dapo.errors import UserError
+from megatron_dapo.weights.locate import STEP
 
 CARD, BASE_CARD, GENERATION = "README.md", "README.base.md", "generation_config.json"
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
@@ -24,7 +25,7 @@ def write_model_card(checkpoint: Path, directory: Path, notes: list[str]) -> lis
     config is made of the token ids in config.json, as transformers would do.
     """
     checkpoint = checkpoint.absolute()
-    found = re.fullmatch(r"step_(\d+)(?:\+\d+)?", checkpoint.parent.name)
+    found = STEP.fullmatch(checkpoint.parent.name)
     run = checkpoint.parent.parent.parent
     if found is None or checkpoint.name != "policy" or not (run / "config.yaml").exists():
         return notes

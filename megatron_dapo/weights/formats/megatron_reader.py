@@ -144,22 +144,23 @@ class TorchDistReader(PieceReader):
     def _piece(self, tensor: DiskTensor, chunk: Chunk, index: tuple[int, ...], at: int) -> Piece:
         """The part of a chunk that belongs to one layer (and expert)."""
         try:
-            item = read_archive(memoryview(self._map(chunk.file))[chunk.at : chunk.at + chunk.length])
+            archive = memoryview(self._map(chunk.file))[chunk.at : chunk.at + chunk.length]
+            dtype, shape, begin = read_archive(archive)
         except (BadArchive, ValueError) as error:
             raise WeightsError(f"{chunk.file}: tensor {tensor.key} at byte {chunk.at}: {error}") from None
-        if item.dtype != tensor.dtype or item.shape != chunk.sizes:
+        if dtype != tensor.dtype or shape != chunk.sizes:
             raise WeightsError(
-                f"{chunk.file}: tensor {tensor.key} at byte {chunk.at}: holds {item.dtype} {item.shape}, "
-                f"but {METADATA} says {tensor.dtype} {chunk.sizes}"
+                f"{chunk.file}: tensor {tensor.key} at byte {chunk.at}: holds {dtype} {shape}, but {METADATA} says "
+                f"{tensor.dtype} {chunk.sizes}"
             )
         depth = len(index)
         inner = chunk.sizes[depth:]
         skip = 0
         for axis in range(depth):
             skip = skip * chunk.sizes[axis] + index[axis] - chunk.offsets[axis]
-        offset = chunk.at + item.data_offset + skip * math.prod(inner) * item.dtype.itemsize
+        offset = chunk.at + begin + skip * math.prod(inner) * dtype.itemsize
         row, column = chunk.offsets[depth], sum(chunk.offsets[depth + 1 :])
-        stored = StoredTensor(tensor.key, chunk.file, item.dtype, inner, offset)
+        stored = StoredTensor(tensor.key, chunk.file, dtype, inner, offset)
         return Piece(at + row, column, inner[0], math.prod(inner[1:]), stored)
 
 
@@ -169,8 +170,8 @@ def first_not_finite(path: Path) -> str | None:
     for tensor in read_metadata(path, weights_only=False).values():
         for chunk in tensor.chunks:
             file = maps.get(chunk.file) or maps.setdefault(chunk.file, map_file(chunk.file))
-            item = read_archive(memoryview(file)[chunk.at : chunk.at + chunk.length])
-            stored = StoredTensor(tensor.key, chunk.file, item.dtype, item.shape, chunk.at + item.data_offset)
+            dtype, shape, begin = read_archive(memoryview(file)[chunk.at : chunk.at + chunk.length])
+            stored = StoredTensor(tensor.key, chunk.file, dtype, shape, chunk.at + begin)
             values = tensor_over(file, stored, stored.offset)
             if values.is_floating_point() and not bool(values.isfinite().all()):
                 return tensor.key

@@ -10,7 +10,6 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -89,29 +88,42 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
+_TENSORS: dict[tuple[str, str], Any] = {
+    **{("torch", name): Dtype(dtype) for dtype, name in STORAGES.items()},
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *rest: tensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda function, kind, args, state: function(*args),
+}
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, allowed: dict[tuple[str, str], Any],
-                 storage: Callable[[Any], Any] | None = None) -> None:  # fmt: skip
+    """`tensors`: they are allowed and become PickledObjects of (storage, offset, shape, strides)."""
+
+    def __init__(self, data: bytes, *, tensors: bool, opaque: bool = False) -> None:
         super().__init__(io.BytesIO(data))
-        self._allowed = allowed
-        self._storage = storage
+        self._allowed = _PLAIN | _DTYPES | (_TENSORS if tensors else _STAND_INS)
+        self._tensors = tensors
+        self._opaque = opaque
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._allowed:
+            if self._opaque and module.split(".")[0] in _HARMLESS:
+                return type(name, (Opaque,), {"kind": name})
             raise UnsafePickle(f"it asks for {module}.{name}")
         found = self._allowed[module, name]
         # BUILD sets attributes of a function, but not of the method that calls it; classes and dtypes refuse it.
         return found.__call__ if isinstance(found, FunctionType) else found
 
     def persistent_load(self, reference: Any) -> Any:
-        if self._storage is None:
+        if not self._tensors:
             raise UnsafePickle("it refers to data outside itself")
-        return self._storage(reference)
+        return tuple(reference)
 
 
-def _load(unpickler: _Unpickler) -> Any:
+def _load(data: bytes, *, tensors: bool, opaque: bool = False) -> Any:
     try:
-        return unpickler.load()
+        return _Unpickler(data, tensors=tensors, opaque=opaque).load()
     except UnsafePickle:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -120,7 +132,7 @@ def _load(unpickler: _Unpickler) -> Any:
 
 def load_metadata(data: bytes) -> PickledObject:
     """The contents of a `.metadata` file as inert objects."""
-    found = _load(_Unpickler(data, {**_STAND_INS, **_PLAIN, **_DTYPES}))
+    found = _load(data, tensors=False)
     if not isinstance(found, PickledObject) or found.kind not in ("Metadata", "MCoreMetadata"):
         raise UnsafePickle("it holds something other than checkpoint metadata")
     return found
@@ -140,32 +152,12 @@ _HARMLESS = ("argparse", "numpy", "torch", "megatron", "transformer_engine", "pa
              "collections", "_codecs", "datetime", "copyreg")  # fmt: skip
 
 
-class _TreeUnpickler(_Unpickler):
-    """Tensors become PickledObjects of (storage, offset, shape, strides)."""
-
-    def __init__(self, data: bytes, *, opaque: bool) -> None:
-        allowed = {
-            **_PLAIN, **_DTYPES, **{("torch", name): Dtype(dtype) for dtype, name in STORAGES.items()},
-            ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-            ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
-            ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *rest: tensor,
-            ("torch._tensor", "_rebuild_from_type_v2"): lambda function, kind, args, state: function(*args),
-        }  # fmt: skip
-        super().__init__(data, allowed, storage=tuple)
-        self._opaque = opaque
-
-    def find_class(self, module: str, name: str) -> Any:
-        if self._opaque and (module, name) not in self._allowed and module.split(".")[0] in _HARMLESS:
-            return type(name, (Opaque,), {"kind": name})
-        return super().find_class(module, name)
-
-
 def load_torch_pickle(data: bytes, *, opaque: bool = False) -> Any:
     """What `torch.save` pickled: containers, plain values, and tensors as PickledObjects (see `tensor_of`).
 
     `opaque`: objects of Megatron, numpy and the like are allowed beside the tensors, as inert stand-ins.
     """
-    return _load(_TreeUnpickler(data, opaque=opaque))
+    return _load(data, tensors=True, opaque=opaque)
 
 
 def tensor_of(found: Any) -> tuple[Dtype, tuple[int, ...], str, int, tuple[int, ...]] | None:

@@ -46,9 +46,10 @@ class TorchDistWriter:
         self._empty = object_archive([None])
         empty_at = self._reserve(len(self._empty))
         self.writes: list[TensorWrite] = []
-        self._stored = [Stored(key, _file_name(0), empty_at, len(self._empty)) for key in extra_states(shape)]
+        self._stored: list[Stored] = []
         for mapping in mappings:
             self._add(mapping, dtypes[mapping.name])
+        self._stored += [Stored(key, _file_name(0), empty_at, len(self._empty)) for key in extra_states(shape)]
 
     @property
     def total(self) -> int:

@@ -15,7 +15,6 @@ import struct
 import sys
 import zipfile
 import zlib
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -32,15 +31,6 @@ _END = struct.Struct("<4s4H2IH")
 
 class BadArchive(ValueError):
     """The bytes are not a tensor as torch.save writes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArchivedTensor:
-    """What an archive holds; the data starts `data_offset` bytes into it."""
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-    data_offset: int
 
 
 def _pickled(dtype: Dtype, shape: tuple[int, ...]) -> bytes:
@@ -119,8 +109,9 @@ def _central(name: bytes, crc: int, size: int, at: int) -> bytes:
     return _CENTRAL.pack(b"PK\1\2", 0, 0, 0, 0, 0, 0, crc, size, size, len(name), 0, 0, 0, 0, 0, at) + name
 
 
-def read_archive(view: memoryview) -> ArchivedTensor:
-    """Locate the tensor of one archive. Raises BadArchive for anything but one plain contiguous tensor."""
+def read_archive(view: memoryview) -> tuple[Dtype, tuple[int, ...], int]:
+    """Dtype and shape of the tensor in one archive, and where its data starts. Raises BadArchive for anything but one
+    plain contiguous tensor."""
     records = open_archive(view)
     try:
         offset, size = records["data.pkl"]
@@ -131,7 +122,7 @@ def read_archive(view: memoryview) -> ArchivedTensor:
     begin, need = at * dtype.itemsize, math.prod(shape) * dtype.itemsize
     if begin + need > size:
         raise BadArchive(f"holds {size} bytes of data, needs {begin + need}")
-    return ArchivedTensor(dtype, shape, offset + begin)
+    return dtype, shape, offset + begin
 
 
 def open_archive(view: memoryview) -> dict[str, tuple[int, int]]:
