@@ -50,14 +50,8 @@ def in_one_line(error: BaseException, function: Callable[..., Any] | None = None
     return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
 
-class ErrorLog:
-    """Logs each distinct error of a function once, with its traceback."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def add(self, name: str, error: str, trace: str) -> None:
-        """`error` is the error in one line."""
-        if error not in self._logged and len(self._logged) < MOST_LOGGED:
-            self._logged.add(error)
-            log.warning("%s raised %s\n%s", name, error, trace)
+def log_once(logged: set[str], name: str, error: str, trace: str) -> None:
+    """Logs the traceback of an error of the function `name`. `logged`: its earlier errors, in one line."""
+    if error not in logged and len(logged) < MOST_LOGGED:
+        logged.add(error)
+        log.warning("%s raised %s\n%s", name, error, trace)

@@ -83,10 +83,8 @@ class CombinedGraders(Graders):
             total.update(member.grader.metrics())
         return {**total, **super().metrics()}
 
-    def last_error(self) -> str:
-        return next((error for member in self._members if (error := member.grader.last_error())), "")
-
     def _combine(self, grades: list[Grade]) -> Grade:
+        self.last_error = next((m.grader.last_error for m in self._members if m.grader.last_error), "")
         return self._count(combine({m.name: (m.weight, g) for m, g in zip(self._members, grades, strict=True)}))
 
 

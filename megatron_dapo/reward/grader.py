@@ -2,7 +2,7 @@
 
 Built in are `math` (equivalence), `dapo` (the published run's rules) and `exact` (the same text). Anything else is the
 user's own function, `python:module.function`, called with the prompt and the response text. It may be async;
-`Scores.read` says what it may return. A built-in grader also has `quick`: bounded string operations that decide most
+`Scores.read` says what it may return. `quick` of a built-in grader is bounded string operations that decide most
 responses in the calling process. Where `quick` returns None, `grade` may take long or never end, so it runs in a
 grading process (`reward.pool`).
 """
@@ -13,7 +13,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.plugins import is_plugin, load_function
@@ -29,9 +29,6 @@ if TYPE_CHECKING:  # a grading process does not need it
 class Grader(Protocol):
     def grade(self, prompt: Prompt, response: str) -> Grade: ...
 
-
-@runtime_checkable
-class QuickGrader(Grader, Protocol):
     def quick(self, prompt: Prompt, response: str) -> Grade | None:
         """The grade if string operations are enough; None if `grade` must decide."""
         ...
@@ -56,7 +53,7 @@ class Graders:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._last_error = ""
+        self.last_error = ""  # of the last response for which the grader raised or its server failed
 
     async def open(self) -> None: ...
     async def close(self) -> None: ...
@@ -79,10 +76,6 @@ class Graders:
     def metrics(self) -> dict[str, float]:
         reasons = sorted(name for name in self._counts if name.startswith("ungraded/"))
         return {f"reward/{name}": float(self._counts[name]) for name in (*self.counted, *reasons)}
-
-    def last_error(self) -> str:
-        """Of the last response that could not be graded because the grader raised or its server failed."""
-        return self._last_error
 
     def _count(self, grade: Grade) -> Grade:
         self._counts["ungraded" if grade.ungraded else "graded"] += 1
@@ -182,6 +175,9 @@ class FunctionGrader:
         self._scores = Scores(config.scores)
         self.function: Callable[..., Any] = load_function(config.grader, "reward.grader")
         self.is_async = inspect.iscoroutinefunction(self.function)
+
+    def quick(self, prompt: Prompt, response: str) -> None:
+        """Never: it may be slow, and it may run foreign code."""
 
     def grade(self, prompt: Prompt, response: str) -> Grade:
         if self.is_async:

@@ -1,6 +1,6 @@
 """The reward pool: grades responses from asyncio, thousands at a time, whatever the responses contain.
 
-`grade` takes a text: `QuickGrader.quick` decides in this process what needs only string operations; the rest goes to
+`grade` takes a text: `Grader.quick` decides in this process what needs only string operations; the rest goes to
 grading processes (`reward.worker`). `grade_tokens` takes a response's tokens: a grading process decodes and grades
 them. A process that hits a limit is replaced and the response tried again. A response that cannot be graded is
 *ungraded* (`correct is None`, score 0, the reason); it is counted and never scored as wrong.
@@ -29,10 +29,10 @@ from functools import partial
 import psutil
 
 from megatron_dapo.config.data import RewardConfig
-from megatron_dapo.plugins import ErrorLog
+from megatron_dapo.plugins import log_once
 from megatron_dapo.processes.frames import Frame
 from megatron_dapo.processes.supervised import ProcessEnded, WorkerProcess, worker_environment
-from megatron_dapo.reward.grader import FunctionGrader, GraderError, Graders, QuickGrader, load_grader
+from megatron_dapo.reward.grader import FunctionGrader, GraderError, Graders, load_grader
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens, json_default
 
 BATCH = 64  # most responses in one message to a process
@@ -146,7 +146,6 @@ class RewardPool(Graders):
         self._worker_count = config.worker_count
         self._tokenizer = tokenizer.encode()
         self._grader = load_grader(config)
-        self._quick = self._grader.quick if isinstance(self._grader, QuickGrader) else None
         self._is_async = isinstance(self._grader, FunctionGrader) and self._grader.is_async
         self._jobs: deque[_Job] = deque()
         self._added = asyncio.Event()
@@ -157,7 +156,7 @@ class RewardPool(Graders):
         self._failure: GraderError | None = None
         self._crashes_in_a_row = 0
         self._error_times: deque[float] = deque()
-        self._errors = ErrorLog()
+        self._logged: set[str] = set()
         self._clock = time.monotonic
         self._seconds = 0.0
 
@@ -191,11 +190,9 @@ class RewardPool(Graders):
             raise RuntimeError("RewardPool.grade was called outside of `async with pool`")
 
     def _grade_quickly(self, prompt: Prompt, response: str) -> Grade | None:
-        if self._quick is None:
-            return None
         started = time.perf_counter()
         try:
-            grade = self._quick(prompt, response)
+            grade = self._grader.quick(prompt, response)
         except Exception:  # the grading process will raise the same error and report its traceback
             return None
         self._counts["quick"] += grade is not None
@@ -288,7 +285,7 @@ class RewardPool(Graders):
     def _raised(self, job: _Job, error: str, trace: str, response: str) -> None:
         self._counts["errors"] += 1
         self._counts["ungraded/raised"] += 1
-        self._last_error = error
+        self.last_error = error
         self._answer(job, Grade(None, 0.0, None, f"the grader raised {error}"))
         now, window = self._clock(), self._config.error_window_seconds
         self._error_times.append(now)
@@ -303,7 +300,7 @@ class RewardPool(Graders):
                 )
             )
         else:
-            self._errors.add(f"the grader {self._config.grader!r}", error, trace)
+            log_once(self._logged, f"the grader {self._config.grader!r}", error, trace)
 
     def _after_death(self, jobs: list[_Job], reason: str) -> None:
         """The process died. If it graded one by one, the first job is the cause; if together, each is tried alone."""

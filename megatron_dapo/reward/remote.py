@@ -165,7 +165,7 @@ class RemoteGrader(Graders):
     def _failed(self, prompt: Prompt, failure: RemoteFailure) -> None:
         self._counts["errors"] += 1
         self._counts[f"ungraded/{self.kind}-{failure.reason}"] += 1
-        self._last_error = str(failure)
+        self.last_error = str(failure)
         self._in_a_row += 1
         if self._in_a_row >= self._max_failures:
             raise GraderError(

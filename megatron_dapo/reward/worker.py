@@ -29,7 +29,7 @@ import psutil
 
 from megatron_dapo.plugins import in_one_line
 from megatron_dapo.processes.frames import Channel, Header, parent_channel
-from megatron_dapo.reward.grader import FunctionGrader, Grader, QuickGrader, load_grader
+from megatron_dapo.reward.grader import FunctionGrader, Grader, load_grader
 from megatron_dapo.types import Grade, Prompt
 
 # Allocations fail this far above the limit; the parent, which watches resident memory, usually acts before that.
@@ -104,7 +104,7 @@ def _grade(grader: Grader, request: Request) -> Header:
     started = time.process_time()
     try:
         prompt = Prompt.from_state(json.loads(request.prompt))
-        quick = grader.quick(prompt, request.response) if isinstance(grader, QuickGrader) else None
+        quick = grader.quick(prompt, request.response)
         grade = quick or grader.grade(prompt, request.response)
         return _reply(request, grade, seconds=time.process_time() - started, quick=quick is not None)
     except (Exception, SystemExit) as error:

@@ -380,12 +380,11 @@ class RolloutDriver:
         """What the graders did since the last call: retries, restarts, errors, seconds."""
         found = self._take_reward_counts()
         ungraded, graded = (found.pop(f"reward/{name}") for name in ("ungraded", "graded"))
-        before, self._grading_fails = self._grading_fails, found["reward/errors"] > ERROR_SHARE * (ungraded + graded)
+        before, total = self._grading_fails, ungraded + graded
+        self._grading_fails = found["reward/errors"] > ERROR_SHARE * total
         if self._grading_fails and not before:
-            self._observer.warn(
-                f"ungraded: {ungraded:g} of {ungraded + graded:g} responses; the grader's last error: "
-                f"{self._responses.graders.last_error()}"
-            )
+            error = self._responses.graders.last_error
+            self._observer.warn(f"ungraded: {ungraded:g} of {total:g} responses; the grader's last error: {error}")
         return found
 
     def _take_reward_counts(self) -> dict[str, float]:

@@ -180,10 +180,10 @@ async def test_each_distinct_error_of_the_grader_is_logged_once_with_its_traceba
     bad = [f"json {i % 2 * 'x'}[" for i in range(20)]  # in one the error is at the second character
     async with RewardPool(config) as pool:
         grades = await grade_all(pool, [("yes", text) for text in (*bad, "raise", "raise")])
-        assert pool.last_error() == grades[-1].reason.removeprefix("the grader raised ")
+        assert pool.last_error == grades[-1].reason.removeprefix("the grader raised ")
     # The line of the grader's file, not that of the library that it called.
     assert re.fullmatch(r"the grader raised JSONDecodeError at hostile_graders.py:\d+: Expecting .*", grades[0].reason)
-    assert re.fullmatch(r"ValueError at hostile_graders.py:\d+: what a strange response", pool.last_error())
+    assert re.fullmatch(r"ValueError at hostile_graders.py:\d+: what a strange response", pool.last_error)
     logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(logged) == 3 and all("Traceback" in text and "hostile_graders.py" in text for text in logged), logged
     async with RewardPool(config) as pool:

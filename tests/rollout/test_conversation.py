@@ -181,14 +181,6 @@ def test_a_stop_string_ends_a_turn():
     talk(function)
 
 
-def test_appended_tokens_cannot_be_trained():
-    async def function(conversation):
-        conversation.append("x", trained=True)
-
-    with pytest.raises(UserError, match="only sampled tokens can be trained"):
-        talk(function)
-
-
 # ---- chat templates ----
 
 STRIPS_THINKING = (

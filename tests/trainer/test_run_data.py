@@ -90,7 +90,7 @@ def test_what_graders_and_tools_do_in_an_evaluation_is_not_the_next_steps(fails,
     driver = RolloutDriver(parse_config(config(straight[0], tmp_path)))
     counts = Counter({"reward/seconds": 1.0, "reward/ungraded/timeout": 2})
     driver._responses = SimpleNamespace(
-        graders=SimpleNamespace(metrics=lambda: dict(counts)), add_texts=lambda samples: None
+        graders=SimpleNamespace(metrics=lambda: dict(counts), last_error=""), add_texts=lambda samples: None
     )
     driver._engine, driver._function, driver._sampler = SimpleNamespace(), print, SimpleNamespace(collect=None)
     warned = []
@@ -122,7 +122,7 @@ def test_what_graders_and_tools_do_in_an_evaluation_is_not_the_next_steps(fails,
     assert found == {"reward/seconds": 1.0, "reward/ungraded/timeout": 2, "reward/ungraded/by-grader": 1}
     assert not any(driver.reward_metrics().values())
     counts.update({"reward/errors": 1.0, "reward/graded": 999.0, "reward/ungraded": 1.0})
-    driver._responses.graders.last_error = lambda: "ValueError at grader.py:3: no number"
+    driver._responses.graders.last_error = "ValueError at grader.py:3: no number"
     assert driver.reward_metrics()["reward/errors"] == 1 and warned == []
     counts.update({"reward/errors": 3.0, "reward/graded": 61.0, "reward/ungraded": 4.0})
     for _ in range(2):  # a warning says when grading begins to fail

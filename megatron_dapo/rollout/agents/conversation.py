@@ -163,12 +163,9 @@ class Conversation:
         self._history.messages.append({"role": ASSISTANT, "content": text})
         return Turn(len(self._generated) - 1, text, tokens, logprobs, FinishReason(span.finish_reason))
 
-    def append(self, content: Content, *, role: str = "tool", trained: bool = False) -> None:
-        """Appends a tool's result or a user's turn. What does not fit into `room` is left out."""
-        if trained:
-            raise UserError(
-                "conversation.append(trained=True): only sampled tokens can be trained; appended ones have no log-probs"
-            )
+    def append(self, content: Content, *, role: str = "tool") -> None:
+        """Appends a tool's result or a user's turn, which is not trained on: it has no log-probs. What does not fit
+        into `room` is left out."""
         self.write_messages()
         self._append(self._encode(content), role)
 

@@ -21,11 +21,11 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.plugins import ErrorLog, in_one_line, load_function
+from megatron_dapo.plugins import in_one_line, load_function, log_once
 from megatron_dapo.reward.grader import Scores
 from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
 from megatron_dapo.types import Grade, Prompt
@@ -33,7 +33,6 @@ from megatron_dapo.types import Grade, Prompt
 Resume = Literal["turn", "restart"]
 Generate = Callable[[Prompt, Conversation, dict[str, Any]], Awaitable[Any]]  # None, or what `Scores.read` reads
 F = TypeVar("F", bound=Callable[..., Any])
-RESUME_MODES = ("turn", "restart")
 
 
 class RolloutFunctionError(EngineError):
@@ -58,7 +57,7 @@ class RolloutFunction:
     tokenizer: Any
     resume: Resume = "restart"
     scale: str = "plus-minus-one"  # reward.scores
-    errors: ErrorLog = field(default_factory=ErrorLog)
+    logged: set[str] = field(default_factory=set)  # its errors
 
     async def __call__(self, conversation: Conversation) -> Grade | None:
         """Calls the function to its end. The grade includes the turns' rewards; None: the grader decides."""
@@ -71,7 +70,7 @@ class RolloutFunction:
         except Exception as error:
             text = in_one_line(error, self.function)
             name = f"rollout.generate: {self.name}"
-            self.errors.add(name, text, "".join(traceback.format_exception(error)))
+            log_once(self.logged, name, text, "".join(traceback.format_exception(error)))
             raise RolloutFunctionError(f"{name}, prompt {prompt.id!r}, raised {text}") from error
         except BaseExceptionGroup as group:  # raised inside a task group
             if group.subgroup(ReplayMismatch):
@@ -95,10 +94,8 @@ def load_rollout_function(whole: Config, tokenizer: Any = None) -> RolloutFuncti
     if not inspect.iscoroutinefunction(function):
         raise UserError(f"rollout.generate: {config.generate} must be an `async def` function")
     resume = getattr(function, "resume", "restart")
-    if resume not in RESUME_MODES:
-        raise UserError(
-            f"rollout.generate: {config.generate} declares resume={resume!r}, expected one of {', '.join(RESUME_MODES)}"
-        )
+    if resume not in get_args(Resume):
+        raise UserError(f"rollout.generate: {config.generate} declares resume={resume!r}, expected turn or restart")
     return RolloutFunction(
         config.generate, cast(Generate, function), dict(config.generate_settings), tokenizer, cast(Resume, resume),
         whole.reward.scores,
@@ -131,8 +128,7 @@ def shared(key: Hashable, make: Callable[[], S]) -> S:
     objects = _shared.setdefault(asyncio.get_running_loop(), {})
     if key not in objects:
         objects[key] = make()
-    found: S = objects[key]
-    return found
+    return cast(S, objects[key])
 
 
 async def close_shared() -> None:

@@ -87,6 +87,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in seccomp_data
 _DENY, _ABSENT = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+_DENY_OR_ALLOW: list[Instruction] = [(_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
 
 
 class CannotConfine(OSError):
@@ -144,32 +145,24 @@ def filter_program(network: bool, writing: bool, machine: str = "") -> list[Inst
     program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN), (_RETURN, 0, 0, _ABSENT)]
     # glibc falls back to clone, whose flags can be read here.
     program += _unless(_CLONE3[column], [(_RETURN, 0, 0, _ABSENT)])
-    program += _unless(
-        _CLONE[column], [(_LOAD, 0, 0, _argument(0)), (_ANY_BIT, 1, 0, _CLONE_THREAD), *_deny_or_allow()]
-    )
-    program += _unless(
-        _SOCKETPAIR[column], [(_LOAD, 0, 0, _argument(1)), (_ANY_BIT, 0, 1, _DATAGRAM), *_deny_or_allow()]
-    )
+    program += _unless(_CLONE[column], [(_LOAD, 0, 0, _argument(0)), (_ANY_BIT, 1, 0, _CLONE_THREAD), *_DENY_OR_ALLOW])
+    program += _unless(_SOCKETPAIR[column], [(_LOAD, 0, 0, _argument(1)), (_ANY_BIT, 0, 1, _DATAGRAM), *_DENY_OR_ALLOW])
     if network:
         families = [(_EQUAL, 1 + more, 0, family) for more, family in ((1, _INTERNET[0]), (0, _INTERNET[1]))]
-        program += _unless(_SOCKET[column], [(_LOAD, 0, 0, _argument(0)), *families, *_deny_or_allow()])
+        program += _unless(_SOCKET[column], [(_LOAD, 0, 0, _argument(0)), *families, *_DENY_OR_ALLOW])
     else:
         halves = [(_LOAD, 0, 0, _argument(4)), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, _argument(4) + 4), (_EQUAL, 1, 0, 0)]
-        program += _unless(_SENDTO[column], [*halves, *_deny_or_allow()])
+        program += _unless(_SENDTO[column], [*halves, *_DENY_OR_ALLOW])
     for numbers, commands in ((_FCNTL, _FCNTL_REFUSED), (_IOCTL, _SET_OWNER_IOCTL)):
         refusals = [step for command in commands for step in ((_EQUAL, 0, 1, command), (_RETURN, 0, 0, _DENY))]
         program += _unless(numbers[column], [(_LOAD, 0, 0, _argument(1)), *refusals, (_RETURN, 0, 0, _ALLOW)])
     # Limits of other processes. Its own cannot be raised.
-    program += _unless(_PRLIMIT[column], [(_LOAD, 0, 0, _argument(0)), (_EQUAL, 1, 0, 0), *_deny_or_allow()])
+    program += _unless(_PRLIMIT[column], [(_LOAD, 0, 0, _argument(0)), (_EQUAL, 1, 0, 0), *_DENY_OR_ALLOW])
     if not writing:
         for numbers, flags in ((_OPEN, 1), (_OPENAT, 2)):
-            check = [(_LOAD, 0, 0, _argument(flags)), (_ANY_BIT, 0, 1, _WRITE_FLAGS), *_deny_or_allow()]
+            check = [(_LOAD, 0, 0, _argument(flags)), (_ANY_BIT, 0, 1, _WRITE_FLAGS), *_DENY_OR_ALLOW]
             program += _unless(numbers[column], check)
     return [*program, (_RETURN, 0, 0, _ALLOW)]
-
-
-def _deny_or_allow() -> list[Instruction]:
-    return [(_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _argument(index: int) -> int:
