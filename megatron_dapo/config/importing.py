@@ -124,10 +124,15 @@ def convert(script: Script, tool: Tool, gpus: int | None = None) -> Imported:
         _apply(found, key, value, row, counted)
     # Where engines and trainer take turns, these tools start the groups of a batch and wait for all of them.
     whole_batches = {} if found.ours("rollout.max_staleness") else {"rollout.sampler.oversampling": 1.0}
-    for ours, value in (whole_batches | _transport(found) | tool.settings).items():
+    for ours, value in (whole_batches | _transport(found) | _columns(found) | tool.settings).items():
         if ours not in found.settings:
             found.settings[ours], found.sources[ours] = value, f"as in {tool.title}"
     _enough_tokens(found)
+    if found.ours("policy.tensor_parallel") == found.ours("policy.pipeline_parallel") == 1:
+        found.note(
+            "policy.tensor_parallel, policy.pipeline_parallel: both are 1, so each GPU holds all weights and gradients "
+            "(FSDP splits them); megatron-dapo plan FILE names layouts that fit"
+        )
     return found
 
 
@@ -198,6 +203,13 @@ def _transport(found: Imported) -> dict[str, Any]:
     if shared and isinstance(gpus, int) and isinstance(size, int) and 0 < size < gpus <= 8:
         settings["rollout.servers.count"] = gpus // size
     return settings
+
+
+def _columns(found: Imported) -> dict[str, Any]:
+    """These tools read benchmarks as the training data."""
+    names = ("data.question_column", "data.answer_column", "data.tools_column")
+    evaluates = {"evaluate.data.path", "evaluate.data.sources"} & found.settings.keys()
+    return {f"evaluate.{name}": found.settings[name] for name in names if evaluates and name in found.settings}
 
 
 def _enough_tokens(found: Imported) -> None:

@@ -231,6 +231,14 @@ def test_an_estimator_that_is_not_offered_is_to_fill_in():
     assert [key for key, *_ in found.fill_in] == ["algorithm.adv_estimator"] and not found.converted
 
 
+@pytest.mark.parametrize(("size", "said"), [(1, True), (4, False)])
+def test_a_model_that_is_not_split_is_named(size, said):
+    """FSDP needs no layout there; here every GPU would hold the model."""
+    key = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+    found = convert(Script({key: size}), tools()["verl"])
+    assert any("megatron-dapo plan" in note for note in found.notes) is said
+
+
 def test_what_a_default_needs_is_named():
     found = convert(Script({"actor_rollout_ref.rollout.n": 8}), tools()["verl"])
     assert any("trainer.total_epochs=30: trainer.steps: 30 epochs × prompts" in note for note in found.notes)
