@@ -153,6 +153,8 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
             raise _FillInError(f"{value} is not a constant")
         if row.values and value in row.values:
             ours = {} if (value := row.values[value]) is None and row.to not in TAKE_NULL else {row.to: value}
+        elif row.unit == "fill_in":
+            raise _FillInError(f"from {value!r}")
         elif row.unit:
             result = UNITS[row.unit](value, found, row, key)
             ours = result if isinstance(result, dict) else {row.to: result}
@@ -245,11 +247,6 @@ def _whole(value: float, what: str) -> int:
 
 
 @unit
-def fill_in(value: Any, found: Imported, row: Row, key: str) -> Any:
-    raise _FillInError(f"from {value!r}")
-
-
-@unit
 def files(value: Any, found: Imported, row: Row, key: str) -> Any:
     files = value if isinstance(value, list) else [value]
     if len({file_label(file) for file in files}) == len(files):
@@ -290,11 +287,6 @@ def share_of_step(value: Any, found: Imported, row: Row, key: str) -> Any:
 
 
 @unit
-def updates_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
-    return _whole(found.ours("trainer.prompts_per_step") / value, f"prompts per step / {value} updates")
-
-
-@unit
 def updates_to_steps(value: Any, found: Imported, row: Row, key: str) -> int:
     if 0 < value < 1:  # Hugging Face's share of the run
         return share_of_steps(value, found, row, key)
@@ -315,11 +307,6 @@ def completions_per_step(value: Any, found: Imported, row: Row, key: str) -> int
     """Of so many micro-batches on each device, or of so many of Megatron's global batches."""
     size = found.theirs("global_batch_size") or found.theirs("per_device_train_batch_size") * found.devices_there
     return samples_to_prompts(size * value, found, row, key)
-
-
-@unit
-def mini_batches_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
-    return int(value * found.theirs("async_training.require_batches") * found.ours("trainer.mini_batch_prompts"))
 
 
 @unit
@@ -376,24 +363,11 @@ def megatron_field(value: Any, found: Imported, row: Row, key: str) -> Any:
 
 
 @unit
-def recompute_layers(value: Any, found: Imported, row: Row, key: str) -> Any:
-    return value if found.theirs(f"{key.removesuffix('num_layers')}method") == "block" else {}
-
-
-@unit
 def layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
-    others = {"p": "policy.pipeline_parallel", "c": "policy.context_parallel", "e": "policy.expert_parallel"}
-    return _sizes(value, {"t": row.to} | others)
-
-
-@unit
-def server_layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
-    return _sizes(value, {"d": row.to, "t": "rollout.servers.tensor_parallel"})
-
-
-def _sizes(value: Any, kinds: dict[str, str]) -> dict[str, int]:
+    """`megatron:d4p1t2`; the option names our key of each letter."""
+    ours = dict(pair.split("=") for pair in row.option.split())
     sizes = re.findall(r"([a-z])(\d+)", str(value).partition(":")[2])
-    return {kinds[letter]: int(size) for letter, size in sizes if letter in kinds}
+    return {ours[letter]: int(size) for letter, size in sizes if letter in ours}
 
 
 @unit
@@ -451,6 +425,12 @@ UNITS |= {
         0 if value in (False, "full") else found.theirs("lora_rank", found.theirs("lora_r", 16))),
     "weights_up_to": lambda value, _, row, key: {
         row.to: [0.0, float(value)], "algorithm.off_policy.weight_cap": float(value)},
+    "updates_to_prompts": lambda value, found, *_: _whole(
+        found.ours("trainer.prompts_per_step") / value, f"prompts per step / {value} updates"),
+    "mini_batches_to_prompts": lambda value, found, *_: int(
+        value * found.theirs("async_training.require_batches") * found.ours("trainer.mini_batch_prompts")),
+    "recompute_layers": lambda value, found, _, key: (
+        value if found.theirs(f"{key.removesuffix('num_layers')}method") == "block" else {}),
     "plugin": lambda value, *_: f"python:{value}",
     "one_item": lambda value, *_: [value],
     "plus_one": lambda value, *_: value + 1,
@@ -464,7 +444,6 @@ UNITS |= {
     "both_lambdas": lambda value, _, row, key: {row.to: value, "algorithm.gae.lambda_critic": value},
     "minus_one": lambda value, *_: max(0, value - 1),
     "no_negative": lambda value, *_: max(0, int(value)),
-    "switch_to_share": lambda value, *_: float(value),
     "betas": lambda value, _, row, key: {row.to: value[0], row.to.replace("beta1", "beta2"): value[1]},
     "split": lambda value, *_: re.sub(r"\[.*", "", str(value[0] if isinstance(value, list) else value)),
     "profile_steps": lambda value, *_: [min(value), max(value)] if value else {},
