@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -49,12 +50,7 @@ class Imported:
 
     def ours(self, key: str) -> Any:
         """The value of one of our keys: converted so far, or the default."""
-        if key in self.settings:
-            return self.settings[key]
-        value: Any = Config()
-        for part in key.split("."):
-            value = getattr(value, part)
-        return value
+        return self.settings[key] if key in self.settings else reduce(getattr, key.split("."), Config())
 
     def theirs(self, name: str, default: Any = None) -> Any:
         return self.given.get(name, self.given.get(self.tool.prefix + name, self.tool.defaults.get(name, default)))
