@@ -306,12 +306,6 @@ def completions_per_step(value: Any, found: Imported, row: Row, key: str) -> int
 
 
 @unit
-def sequences_to_tokens(value: Any, found: Imported, row: Row, key: str) -> int:
-    longest = found.ours("rollout.max_prompt_tokens") + found.ours("rollout.max_response_tokens")
-    return int(value * longest * found.ours("policy.context_parallel"))
-
-
-@unit
 def epochs(value: Any, found: Imported, row: Row, key: str) -> Any:
     if found.settings.get(row.to) is not None:
         return {}
@@ -378,12 +372,6 @@ def engine_gpus(value: Any, found: Imported, row: Row, key: str) -> dict[str, in
 
 
 @unit
-def group_filter(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
-    ready = "nonzero_std" in str(value)
-    return {row.to: True, "rollout.group_filter": "reward-range" if ready else f"python:{value}"}
-
-
-@unit
 def divided_by_std(value: Any, found: Imported, row: Row, key: str) -> Any:
     name = "use_leave_one_out_baseline"
     others = found.theirs(f"grpo.adv_estimator.{name}", found.theirs(f"grpo.{name}"))
@@ -427,6 +415,10 @@ UNITS |= {
         value * found.theirs("async_training.require_batches") * found.ours("trainer.mini_batch_prompts")),
     "recompute_layers": lambda value, found, _, key: (
         value if found.theirs(f"{key.removesuffix('num_layers')}method") == "block" else {}),
+    "sequences_to_tokens": lambda value, found, *_: int(value * found.ours("policy.context_parallel") * (
+        found.ours("rollout.max_prompt_tokens") + found.ours("rollout.max_response_tokens"))),
+    "group_filter": lambda value, _, row, key: {
+        row.to: True, "rollout.group_filter": "reward-range" if "nonzero_std" in str(value) else f"python:{value}"},
     "plugin": lambda value, *_: f"python:{value}",
     "one_item": lambda value, *_: [value],
     "plus_one": lambda value, *_: value + 1,

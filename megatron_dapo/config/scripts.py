@@ -122,10 +122,9 @@ def _read_python(text: str) -> Script:
 def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """As `training_args.beta = 0.1`."""
     for node in ast.walk(tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(node, ast.Assign) and isinstance(target, ast.Attribute):
-            if re.fullmatch(r"(\w+_)?(args|config)", ast.unparse(target.value)):
-                yield target.attr, node.value
+        target = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if isinstance(node, ast.Assign) and (found := re.fullmatch(r"(?:\w+_)?(?:args|config)\.(\w+)", target)):
+            yield found[1], node.value
 
 
 def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
