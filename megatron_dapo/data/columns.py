@@ -238,12 +238,7 @@ class MissingColumn(BadRow):
 
 def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     column, value = _find(row, config.question_column, QUESTION_COLUMNS, "question")
-    value = _messages_in(value)
-    messages = _several_turns(value, column, config.template)
-    if messages:
-        question, system = next(m["content"] for m in reversed(messages) if m["role"] == "user"), ""
-    else:
-        question, system = _question(value, column, config.template)
+    question, system, messages = _question(_messages_in(value), column, config.template)
     environment = _environment(row, config)
     source = row.get("data_source")
     return Problem(
@@ -271,24 +266,6 @@ def _messages_in(value: Any) -> Any:
         if found and all(map(_role, found)):
             return found
     return value
-
-
-def _several_turns(value: Any, column: str, template: str) -> list[dict[str, Any]]:
-    """The messages if they are more than a system message and a question; empty otherwise."""
-    if not isinstance(value, list) or len([m for m in value if _role(m) != "system"]) < 2:
-        return []
-    messages = [{"content": "", **_json_value(m, column)} for m in value if isinstance(m, dict)]
-    if len(messages) != len(value) or not all(_role(m) and isinstance(m["content"], str) for m in messages):
-        raise BadRow(f"{column}: expected messages with role and content")
-    if not any(m["role"] == "user" for m in messages):
-        raise BadRow(f"{column}: no message is the user's")
-    if messages[-1]["role"] == "assistant":
-        raise BadRow(f"{column}: the last message is the assistant's, so there is nothing to generate")
-    if not uses_chat(template):
-        raise BadRow(f"{column}: several messages need a chat template; set data.template to chat")
-    for message in messages:
-        _check_encodable(message["content"], column)
-    return messages
 
 
 def _role(message: Any) -> str:
@@ -368,30 +345,45 @@ def _find(
 _ABSENT = object()
 
 
-def _question(value: Any, column: str, template: str) -> tuple[str, str]:
-    """The question and the system message, from a text or a list of messages. A template's own text replaces DAPO's."""
-    system = ""
+def _question(value: Any, column: str, template: str) -> tuple[str, str, list[Message]]:
+    """The question, the system message, and the messages if they are more than these two. A template's own text
+    replaces DAPO's."""
+    system, messages = "", list[Message]()
     if isinstance(value, list):
-        messages = [m for m in value if isinstance(m, dict)]
-        if len(messages) != len(value) or not all(isinstance(m.get("content"), str) for m in messages):
-            raise BadRow(f"{column}: expected messages with role and content")
-        turns = [m["content"] for m in messages if m.get("role") != "system"]
-        if len(turns) != 1:
-            raise BadRow(f"{column}: expected one user message, found {len(turns)}")
-        system = "\n".join(m["content"] for m in messages if m.get("role") == "system")
-        value = turns[0]
+        system, value, messages = _of_messages(value, column, template)
     if value is None:
         raise BadRow(f"{column}: the prompt is null")
     if not isinstance(value, str):
         raise BadRow(f"{column}: expected text, found {type(value).__name__}")
-    question = value.strip()
+    question = value if messages else value.strip()  # a conversation is kept as it is
     wrapped = question.startswith(_DAPO_START) and question.endswith(_DAPO_END)
     if wrapped and _text(template, question) != question:
         question = question[len(_DAPO_START) : -len(_DAPO_END)].strip()
     if not question:
         raise BadRow(f"{column}: the prompt is empty")
-    _check_encodable(question, column)
-    return question, system
+    for text in (question, *(message["content"] for message in messages)):
+        _check_encodable(text, column)
+    return question, system, messages
+
+
+def _of_messages(value: list[Any], column: str, template: str) -> tuple[str, str, list[Message]]:
+    """The system message, the last question, and the messages if they are of several turns."""
+    turns = [m for m in value if _role(m) != "system"]
+    several = len(turns) > 1
+    messages = [{"content": "", **_json_value(m, column)} if several else m for m in value if isinstance(m, dict)]
+    complete = all(isinstance(m.get("content"), str) and (_role(m) or not several) for m in messages)
+    if len(messages) != len(value) or not complete:
+        raise BadRow(f"{column}: expected messages with role and content")
+    if len(turns) == 1:
+        return "\n".join(m["content"] for m in messages if m not in turns), turns[0]["content"], []
+    asked = [m["content"] for m in messages if m["role"] == "user"]
+    if not asked:
+        raise BadRow(f"{column}: no message is the user's")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(f"{column}: the last message is the assistant's, so there is nothing to generate")
+    if not uses_chat(template):
+        raise BadRow(f"{column}: several messages need a chat template; set data.template to chat")
+    return "", asked[-1], messages
 
 
 def _answer(value: Any, column: str, marker: str) -> str:

@@ -13,7 +13,7 @@ from test_prompts import accounted, load, write
 from megatron_dapo.checkpoints.folder import state_files
 from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.data import DataError, arithmetic_tokenizer
-from megatron_dapo.data.columns import read_problem
+from megatron_dapo.data.columns import DAPO_TEMPLATE, read_problem
 
 TURNS = [
     {"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="},
@@ -56,6 +56,14 @@ def test_the_text_of_a_template_replaces_the_last_question_only(tmp_path, tokeni
     assert prompt.text == TEXT.replace("2+2=", "so 2+2=?").replace("be brief", "hello")
     assert prompt.meta["messages"][0] == {"role": "system", "content": "hello"}
     assert prompt.meta["messages"][-1] == {"role": "user", "content": "so 2+2=?"}
+
+
+def test_the_last_of_several_questions_gets_no_template_twice(tmp_path, tokenizer):
+    wrapped = [*TURNS[:3], {"role": "user", "content": DAPO_TEMPLATE.replace("{question}", "2+2=")}]
+    row = {"messages": wrapped, "answer": 4}
+    assert one(tmp_path, tokenizer, row, template="dapo+chat").text.count("Remember to put your answer") == 1
+    prompt = one(tmp_path, tokenizer, row, template="so {question}?+chat")
+    assert prompt.text == TEXT.replace("2+2=", "so 2+2=?") and prompt.question == "2+2="
 
 
 def test_a_single_question_keeps_its_id_and_needs_no_copy_of_its_messages(tmp_path, tokenizer):
