@@ -13,6 +13,7 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,18 +32,8 @@ class ArithmeticProblem:
     level: int
 
 
-def _one_digit_sum(rng: random.Random) -> tuple[str, int]:
-    a, b = rng.randrange(10), rng.randrange(10)
-    return f"{a}+{b}=", a + b
-
-
-def _two_digits_and_one(rng: random.Random) -> tuple[str, int]:
-    a, b = rng.randrange(10, 100), rng.randrange(10)
-    return f"{a}+{b}=", a + b
-
-
-def _two_digit_sum(rng: random.Random) -> tuple[str, int]:
-    a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+def _sum(first: range, second: range, rng: random.Random) -> tuple[str, int]:
+    a, b = rng.choice(first), rng.choice(second)
     return f"{a}+{b}=", a + b
 
 
@@ -65,9 +56,9 @@ def _three_terms(rng: random.Random) -> tuple[str, int]:
 # Each level is harder than the one before. Level 2 suits a quickstart: a model of 0.75 M parameters answers 30 % of its
 # held-out questions after 150 supervised updates of 128 examples, and 90 % after 250.
 LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
-    1: _one_digit_sum,
-    2: _two_digits_and_one,
-    3: _two_digit_sum,
+    1: partial(_sum, range(10), range(10)),
+    2: partial(_sum, range(10, 100), range(10)),
+    3: partial(_sum, range(10, 100), range(10, 100)),
     4: _two_digit_sum_or_difference,
     5: _product,
     6: _three_terms,
