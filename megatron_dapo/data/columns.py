@@ -240,21 +240,18 @@ def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     column, value = _find(row, config.question_column, QUESTION_COLUMNS, "question")
     question, system, messages = _question(_messages_in(value), column, config.template)
     environment = _environment(row, config)
+    column, value = _find(row, config.answer_column, ANSWER_COLUMNS, "answer", required=not environment)
+    answer = "" if value is None and environment else _answer(value, column, config.answer_marker)
     source = row.get("data_source")
     return Problem(
         question,
-        _read_answer(row, config, required=not environment),
+        answer,
         system,
         source if isinstance(source, str) else "",
         messages,
         _tools(row, config),
         environment,
     )
-
-
-def _read_answer(row: dict[str, Any], config: PromptFileConfig, required: bool) -> str:
-    column, value = _find(row, config.answer_column, ANSWER_COLUMNS, "answer", required)
-    return "" if value is None and not required else _answer(value, column, config.answer_marker)
 
 
 def _messages_in(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,6 @@ class PromptSet(Sequence[Prompt]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.prompts[index]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
 
 
 @dataclass(slots=True)

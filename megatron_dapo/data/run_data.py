@@ -231,7 +231,12 @@ class PromptMixture:
             (cursor,) = self._cursors.values()
             cursor.load_state_dict(*saved.values())
         elif saved.keys() == self._cursors.keys():
-            self._load_sources(saved, state["credit"])
+            for name, cursor in self._cursors.items():
+                try:
+                    cursor.load_state_dict(saved[name])
+                except DataError as error:
+                    raise DataError(f"source {name}: {error}") from None
+            self._credit = {name: float(state["credit"][name]) for name in self._cursors}
         else:
             raise DataError(
                 f"the run was started with {', '.join(saved)}, but now its data is {', '.join(self._cursors)}: use "
@@ -240,11 +245,3 @@ class PromptMixture:
         self._step = state["step"]
         self._right = Counter(state["right"])
         self._graded = Counter(state["graded"])
-
-    def _load_sources(self, saved: dict[str, Any], credit: dict[str, float]) -> None:
-        for name, cursor in self._cursors.items():
-            try:
-                cursor.load_state_dict(saved[name])
-            except DataError as error:
-                raise DataError(f"source {name}: {error}") from None
-        self._credit = {name: float(credit[name]) for name in self._cursors}

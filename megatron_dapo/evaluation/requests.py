@@ -66,10 +66,8 @@ async def evaluate_sets(
     seconds = time.monotonic() - started
     results = {}
     for name, prompts in sets.items():
-        samples = settings[name].samples
-        problems = [
-            ProblemResult(p.id, p.question, p.answer, list(islice(responses, samples)), p.text) for p in prompts
-        ]
+        parts = [list(islice(responses, settings[name].samples)) for _ in prompts]
+        problems = [ProblemResult(p.id, p.question, p.answer, r, p.text) for p, r in zip(prompts, parts, strict=True)]
         results[name] = summarise(problems, settings[name], seed, seconds)
     return Evaluation(config, results)
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from megatron_dapo.errors import printable
-from megatron_dapo.observe.console import Console, duration, evaluation_text, number, step_summary
+from megatron_dapo.observe.console import Console, duration, evaluation_text, step_summary
 from megatron_dapo.types import SamplerProgress
 
 HEADER_EVERY = 20
@@ -66,12 +66,7 @@ class RichConsole(Console):
 
     def sampling(self, progress: SamplerProgress) -> None:
         self.phase_started("rollout")
-        dropped = " ".join(f"[dim]{escape(reason)}[/] {count}" for reason, count in progress.dropped.items() if count)
-        text = (
-            f"{progress.kept}/{progress.needed} groups  {dropped}  [dim]running[/] {progress.running_requests}  "
-            f"{number(progress.tokens_per_second)} tok/s"
-        )
-        self._phases.update(self._tasks["rollout"], completed=progress.kept, total=progress.needed, text=text)
+        super().sampling(progress)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
         cells = self._fitting({"step": str(step), **step_summary(metrics)})

@@ -250,7 +250,7 @@ def test_the_rich_console_shows_phases_progress_and_steps():
     console.close("finished")
     shown = stream.getvalue()
     for text in (
-        "a [run]", "loading [weights]", "12/64 groups", "all-wrong 5", "running 80", "3000 tok/s",
+        "a [run]", "loading [weights]", "12/64 groups, 5 all-wrong, 80 running, 3000 tok/s",
         "3/16 updates [of 16]",
         "reward (trained)  entropy\n",
         "       3             0.500    0.250\n", "ETA 2h00", "entropy [fell]", "a [gap]", "finished",
