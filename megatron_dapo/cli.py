@@ -23,7 +23,7 @@ from megatron_dapo.arguments import (
     set_log_level,
     with_set,
 )  # fmt: skip
-from megatron_dapo.errors import UserError, printable
+from megatron_dapo.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
 DEMOS = PACKAGE / "observe" / "demo"
@@ -709,6 +709,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_log_level(args.__dict__.pop("verbose"))
         return int(args.run(args))
     except UserError as error:
+        from megatron_dapo.types import printable
+
         print(printable(f"megatron-dapo: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,16 +1,4 @@
-"""Errors whose message is for the user: what was expected, what was found, where, and what to do. `printable` makes
-texts of others safe for a terminal."""
-
-import re
-
-# All but line break and tab: escape sequences, carriage returns, and marks that change the direction of text.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """Control characters as they are written in Python: a response or a row must not move the cursor or clear the
-    screen of a terminal."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+"""Errors whose message is for the user: what was expected, what was found, where, and what to do."""
 
 
 class UserError(Exception):

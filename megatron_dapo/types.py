@@ -11,6 +11,7 @@ accepts lists in place of arrays. `json_default` lets `json` and `orjson` write 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -90,6 +91,16 @@ def score_of(value: Any) -> float:
 def _plain(text: object) -> str:
     """Without lone surrogates, which JSON files cannot hold."""
     return str(text).encode(errors="replace").decode()
+
+
+# All but line break and tab: escape sequences, carriage returns, and marks that change the direction of text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Control characters as they are written in Python: a response or a row must not move the cursor or clear the
+    screen of a terminal."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(slots=True, frozen=True)

@@ -28,8 +28,7 @@ from megatron_dapo.data.columns import (
     render,
     uses_chat,
 )
-from megatron_dapo.errors import printable
-from megatron_dapo.types import Prompt, as_tokens
+from megatron_dapo.types import Prompt, as_tokens, printable
 
 SHOWN = 5  # examples of each kind in the summary
 

@@ -14,12 +14,12 @@ from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.config.data import EvalConfig
-from megatron_dapo.errors import UserError, printable
+from megatron_dapo.errors import UserError
 from megatron_dapo.files import publish_directory, write_atomically
 from megatron_dapo.observe.transcripts import VERDICTS, readable_response
 from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.reward.extract import reference_answer
-from megatron_dapo.types import FinishReason
+from megatron_dapo.types import FinishReason, printable
 
 if TYPE_CHECKING:
     from rich.table import Table

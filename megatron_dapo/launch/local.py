@@ -161,11 +161,12 @@ def _check_setup(config: Config, shape: ModelShape, forked: bool) -> Setup:
 def rehearse_setup(config: Config, setup: Setup) -> list[str]:
     """The rest of a dry run: what was tried, one line each."""
     from megatron_dapo.trainer.rehearsal import rehearse
+    from megatron_dapo.types import printable
 
     if setup.unknown_hosts:
         raise ConfigError("; ".join(setup.unknown_hosts))
     with waiting("rehearsing a step"):
-        return rehearse(config, setup.data)
+        return list(map(printable, rehearse(config, setup.data)))  # a prompt may have escape sequences
 
 
 def _leave_for_batch_script(config: Config, error: UserError) -> None:

@@ -19,10 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_dapo.errors import printable
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import filter_yield, finite, skipping, update_speed
-from megatron_dapo.types import SamplerProgress
+from megatron_dapo.types import SamplerProgress, printable
 
 STATUS = "status.json"
 STATUS_EVERY = 1.0  # seconds between two writes

@@ -28,7 +28,6 @@ from statistics import median
 from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig
-from megatron_dapo.errors import printable
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.console import STATUS, Console, PlainConsole, StatusFile
 from megatron_dapo.observe.diagnosis import Watch
@@ -45,7 +44,7 @@ from megatron_dapo.observe.metrics_file import (
 from megatron_dapo.observe.runs import record_environment
 from megatron_dapo.observe.timeline import Timeline, write_trace
 from megatron_dapo.observe.trackers import make_trackers, make_webhook, with_aliases
-from megatron_dapo.types import Group, SamplerProgress
+from megatron_dapo.types import Group, SamplerProgress, printable
 
 UNWRITTEN_RECORDS = 10_000  # about 3 KB each
 UNWRITTEN_TRANSCRIPTS = 8

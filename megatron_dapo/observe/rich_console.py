@@ -12,9 +12,8 @@ from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from megatron_dapo.errors import printable
 from megatron_dapo.observe.console import Console, duration, evaluation_text, step_summary
-from megatron_dapo.types import SamplerProgress
+from megatron_dapo.types import SamplerProgress, printable
 
 HEADER_EVERY = 20
 

@@ -20,13 +20,14 @@ from typing import Any
 
 from megatron_dapo import __version__
 from megatron_dapo.config.base import leaves, parse_yaml
-from megatron_dapo.errors import UserError, printable
+from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import timeline, transcripts
 from megatron_dapo.observe.console import STATUS, duration, percent, read_status
 from megatron_dapo.observe.diagnosis import Finding, Watch
 from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, filter_yield, read_records, skipping, update_speed
 from megatron_dapo.observe.transcripts import Transcript
+from megatron_dapo.types import printable
 
 WARNINGS_SHOWN = 200
 TAIL = 1 << 18  # bytes of metrics.jsonl

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dapo.errors import printable
 from megatron_dapo.files import remove, write_atomically
 from megatron_dapo.observe.metrics_file import finite, skipping
-from megatron_dapo.types import Group, Sample
+from megatron_dapo.types import Group, Sample, printable
 
 FILE = re.compile(r"step_(\d+)\.(?:txt|jsonl|npz)")
 VERDICTS = {True: "right", False: "wrong", None: "ungraded"}

@@ -22,13 +22,13 @@ from torch import Tensor
 from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.data import load_tokenizer
-from megatron_dapo.errors import UserError, printable
+from megatron_dapo.errors import UserError
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.metrics_file import STEP, read_records
 from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens
 from megatron_dapo.policy.loss_func import SKIPPED, StepMetrics, mean_metrics
 from megatron_dapo.policy.step import LossInputs
-from megatron_dapo.types import StepBatch
+from megatron_dapo.types import StepBatch, printable
 
 TOLERANCE = 1e-9  # relative to the larger of 1 and the recorded value
 CLIPPED = "clip_fraction_"  # metrics of an objective that say which bound replaced a token's ratio

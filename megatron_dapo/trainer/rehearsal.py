@@ -28,7 +28,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.data import RunData
 from megatron_dapo.engines.protocol import Completion, SamplingParams
-from megatron_dapo.errors import UserError, printable
+from megatron_dapo.errors import UserError
 from megatron_dapo.files import Dtype, read_safetensors_directory
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.step import LossInputs
@@ -55,7 +55,7 @@ def rehearse(config: Config, data: RunData) -> list[str]:
     prompt = next(iter(data.training.values()))[0]
     group, said = asyncio.run(_group(config, prompt))
     _loss(config, group)
-    shown = "".join(f"\n    {line}" for line in printable(f"{prompt.text:.2000}").splitlines())
+    shown = "".join(f"\n    {line}" for line in f"{prompt.text:.2000}".split("\n"))
     return [*lines, f"rehearsal with prompt {prompt.id}: {said}", f"the model sees it as{shown}"]
 
 
