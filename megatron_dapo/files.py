@@ -394,7 +394,7 @@ def _entry(path: Path, base: int, name: str, item: Any) -> StoredTensor:
     try:
         begin, end = (int(x) for x in item["data_offsets"])
         shape, code = tuple(int(x) for x in item["shape"]), item["dtype"]
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):  # JSON has infinite numbers
         raise DamagedFile(f"{path}: tensor {name}: damaged header entry; download the file again") from None
     if code not in _DTYPE_OF_CODE:
         raise DamagedFile(f"{path}: tensor {name}: dtype {code!r} is not supported; use the bf16 checkpoint")

@@ -2,7 +2,9 @@
 nothing left at the destination or beside it."""
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import pickle
 import struct
@@ -54,13 +56,13 @@ def cut_header(folder):
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:50])
 
 
-def shift_offsets(folder):
+def shift_offsets(folder, by=4):
     """A header whose tensors overlap."""
     raw = (folder / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
     first = min((k for k in header if k != "__metadata__"), key=lambda k: header[k]["data_offsets"][0])
-    header[first]["data_offsets"] = [x + 4 for x in header[first]["data_offsets"]]
+    header[first]["data_offsets"] = [x + by for x in header[first]["data_offsets"]]
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
 
@@ -71,6 +73,7 @@ CASES = {
     "truncated file": (truncate, ["model.safetensors", "truncated inside tensor", "download"]),
     "truncated header": (cut_header, ["model.safetensors", "truncated"]),
     "overlapping tensors": (shift_offsets, ["model.safetensors", "tensor", "starts at byte"]),
+    "endless tensor": (lambda f: shift_offsets(f, math.inf), ["model.safetensors", "tensor", "damaged header entry"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors.index.json", "found"]),
     "missing tensor": (lambda f: edit(f, lambda t: t.pop(UP)), [UP, "missing"]),
     "extra tensor": (
@@ -292,15 +295,18 @@ def test_damaged_torch_dist_files_are_named(checkpoint, tmp_path, capsys, damage
     assert "__0_1.distcp" in line and "tensor" in line and nothing_at(tmp_path / "out")
 
 
-@pytest.mark.parametrize("damage", ["gap", "twice"])
+@pytest.mark.parametrize("damage", ["gap", "twice", "flat"])
 def test_chunks_that_do_not_cover_their_tensor_are_refused(checkpoint, tmp_path, capsys, damage):
     key = "decoder.layers.mlp.linear_fc1.weight"
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     chunks = metadata.state_dict_metadata[key].chunks
     if damage == "gap":
         chunks.pop(3)
+    elif damage == "flat":
+        chunks[3] = dataclasses.replace(chunks[3], sizes=torch.Size([]))
     else:
         chunks[3] = chunks[2]
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     line = refused(capsys, "megatron-to-hf", checkpoint, tmp_path / "out")
-    assert key in line and "do not cover it exactly once" in line and nothing_at(tmp_path / "out")
+    said = "another number of axes" if damage == "flat" else "do not cover it exactly once"
+    assert key in line and said in line and nothing_at(tmp_path / "out")

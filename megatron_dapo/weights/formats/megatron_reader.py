@@ -209,6 +209,8 @@ def _disk_tensor(
     chunks = [_chunk(path, key, c, storage, sizes) for c in value["chunks"]]
     if not isinstance(dtype, Dtype):
         raise UnsafePickle(f"{key} without a dtype")
+    if any(len(at) != len(value["size"]) for chunk in chunks for at in (chunk.offsets, chunk.sizes)):
+        raise UnsafePickle(f"a chunk of {key} has another number of axes")
     return DiskTensor(key, dtype, tuple(value["size"]), tuple(chunks))
 
 
