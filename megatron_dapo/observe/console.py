@@ -203,7 +203,7 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
     """Scores as percentages, other metrics as numbers; interval bounds are left to the report."""
     shown = {name.removeprefix("eval/"): v for name, v in metrics.items() if not name.endswith(("_low", "_high"))}
     return "  ".join(
-        f"{name} {percent(v) if '@' in name or 'rate' in name else number(v)}" for name, v in shown.items()
+        f"{name} {percent(v) if '@' in name or name.endswith('_rate') else number(v)}" for name, v in shown.items()
     )
 
 

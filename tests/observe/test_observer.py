@@ -11,7 +11,7 @@ from rich.console import Console
 from synthetic_runs import make_groups, step_metrics
 
 from megatron_dapo.config.trainer import ObserveConfig
-from megatron_dapo.observe.console import PlainConsole
+from megatron_dapo.observe.console import PlainConsole, evaluation_text
 from megatron_dapo.observe.metrics_file import STEP, is_wall_clock, read_records
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.observe.rich_console import RichConsole
@@ -147,6 +147,11 @@ def test_plain_console_prints_steps_evaluations_and_warnings(tmp_path, capsys):
     assert evaluation == "step 2 evaluation  avg@8 62.5%"
     assert warning == "WARNING: look [here]" and end == "run finished"
     assert line.endswith("] a [gap]") and "a [gap]" in (tmp_path / "logs" / "trainer.log").read_text()
+
+
+def test_only_scores_and_rates_are_percentages():
+    metrics = {"eval/moderate/avg@8": 0.5, "eval/moderate/mean_tokens": 412.5, "eval/moderate/truncation_rate": 0.125}
+    assert evaluation_text(metrics) == "moderate/avg@8 50.0%  moderate/mean_tokens 412  moderate/truncation_rate 12.5%"
 
 
 def test_off_is_silent_and_auto_is_plain_without_a_terminal(tmp_path, capsys):
