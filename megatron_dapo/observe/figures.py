@@ -165,7 +165,8 @@ def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:
 
 
 def _single(name: str) -> Figure:
-    return Figure(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
+    kind: Format = "percent" if name.endswith(("share", "_rate")) else "number"
+    return Figure(re.sub(r"\W+", "-", name), name, "", {name: name}, kind)
 
 
 def _expand(spec: Figure, known: Sequence[str]) -> dict[str, str]:

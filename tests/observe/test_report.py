@@ -84,6 +84,14 @@ def test_every_metric_is_shown_somewhere_once(tmp_path):
     assert [s.label for s in figure(load_runs([run]), "phases").runs[0]] == ["update"]
 
 
+def test_a_metric_is_a_percentage_by_the_end_of_its_name(tmp_path):
+    run = run_of(tmp_path / "r", {"data/sharegpt/epoch": 1.5, "data/sharegpt/share": 0.5, "a/truncation_rate": 0.5})
+    others = figures_of(load_runs([run]))["All other metrics"]
+    assert {f.title: f.format for f in others} == {
+        "data/sharegpt/epoch": "number", "data/sharegpt/share": "percent", "a/truncation_rate": "percent",
+    }  # fmt: skip
+
+
 def test_hostile_responses_are_shown_unchanged_as_text(tmp_path):
     run = make_run(tmp_path / "<script>alert(1)</script>", steps=1, hostile=True)
     page = write_report([run], tmp_path / "report.html")
