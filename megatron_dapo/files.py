@@ -305,7 +305,7 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
         raise DamagedFile(f"{path} is missing; download it again") from None
     except OSError as error:
         raise DamagedFile(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path}: the safetensors header is damaged ({error}); download the file again") from None
     if not isinstance(header, dict):
         raise DamagedFile(f"{path}: the safetensors header is damaged (not an object); download the file again")
@@ -382,7 +382,7 @@ def _read_index(file: Path) -> dict[str, str]:
     try:
         file_of = json.loads(file.read_bytes())["weight_map"]
         entries = list(file_of.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"{file}: damaged index ({type(error).__name__}: {error}); download it again") from None
     for name, target in entries:
         if not isinstance(target, str) or Path(target).name != target:

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_dapo.config.families.tensors import Split, Transform
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import LoraConfig
-from megatron_dapo.files import INDEX
+from megatron_dapo.files import INDEX, Dtype
 from megatron_dapo.weights.convert import Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.mapping import (
@@ -106,8 +106,10 @@ def read_adapter(
     if extra := set(tensors) - set(expected):
         raise WeightsError(f"{folder}: unexpected {listed(extra)}; policy.lora.targets must name the adapted layers")
     for name, mapping in expected.items():
-        if tuple(tensors[name].shape) != mapping.shape:
-            raise WeightsError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {mapping.shape}")
+        found = tensors[name]
+        if tuple(found.shape) != mapping.shape or not found.is_floating_point() or found.dtype.itemsize < 2:
+            has = f"{name} has shape {tuple(found.shape)} in {Dtype.of(found.dtype)}"
+            raise WeightsError(f"{folder}: {has}, expected {mapping.shape} in bfloat16, float16 or float32")
     return tensors
 
 
@@ -118,7 +120,7 @@ def _described(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
         _ = config["r"], config["lora_alpha"], config["target_modules"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(f"{folder / CONFIG_FILE} cannot be read: {type(error).__name__}: {error}") from error
     return config
 

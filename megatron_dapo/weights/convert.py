@@ -193,13 +193,13 @@ def find_reference(source: Path, reference: str | Path | None) -> Path:
 def _original_files(source: Path, reference: str | Path | None) -> tuple[bool, bool]:
     """Whether the original HF model also stores a copy of its embedding as head, and whether it has all experts of a
     layer in one tensor, so that the export does the same."""
-    try:
+    try:  # a reference may have no weights, and a checkpoint no record
         if reference is not None:
             names = read_hf_directory(Path(reference))
             return HEAD in names, is_packed(names)
         record = json.loads((source / RECORD).read_bytes())
         return bool(record["stores_head"]), bool(record.get("packed_experts"))
-    except (UserError, OSError, ValueError, KeyError):  # a reference without weights, or no record
+    except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return False, False
 
 

@@ -95,7 +95,7 @@ def unreadable(path: Path) -> str:
 def _backend(path: Path) -> str | None:
     try:
         return str(json.loads((path / CONFIG).read_bytes())["sharded_backend"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -136,8 +136,8 @@ def _of_megatron(path: Path, step: int | None) -> Path | None:
     elif not tracker.exists():
         raise WeightsError(f"{path} has no {TRACKER}; choose an iteration with --step (there are: {have})")
     else:
-        word = tracker.read_text().strip()
-        if word != RELEASE and not word.isdigit():
+        word = tracker.read_text(errors="replace").strip()
+        if word != RELEASE and not re.fullmatch("[0-9]{1,18}", word):
             raise WeightsError(f"{tracker} says {word[:40]!r}; expected an iteration or {RELEASE!r}")
         found = path / RELEASE if word == RELEASE else iterations.get(int(word), path / f"iter_{int(word):07d}")
         if not found.is_dir():

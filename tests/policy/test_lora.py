@@ -159,6 +159,7 @@ def oracle(request, tmp_path_factory):
     [
         ("adapter_config.json", None, "is not a PEFT adapter: it has no adapter_config.json"),
         ("adapter_config.json", b"{", "adapter_config.json cannot be read: JSONDecodeError"),
+        ("adapter_config.json", b"[" * 100_000, "adapter_config.json cannot be read: RecursionError"),
         ("adapter_config.json", b'{"r": 4}', "adapter_config.json cannot be read: KeyError: 'lora_alpha'"),
         ("adapter_config.json", b'{"r": 4, "lora_alpha": 8, "target_modules": ".*_proj"}', "target_modules as a list"),
         ("adapter_model.safetensors", b"cut off", "adapter_model.safetensors cannot be read"),
@@ -366,7 +367,8 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_in_another_layout(tmp_path
         ({"r": 8}, "rank 8"), ({"lora_alpha": 4}, "alpha 4"), ({"use_dora": True}, "use_dora"),
         ({"use_rslora": True}, "use_rslora"),
         ({"base_fingerprint": "0"}, "another base"), ({"missing": True}, "missing tensor"),
-        ({"extra": True}, "unexpected"),
+        ({"extra": True}, "unexpected"), ({"type": torch.int32}, "in int32, expected"),
+        ({"type": torch.float8_e4m3fn}, "in float8_e4m3fn, expected"),
     ],
 )  # fmt: skip
 def test_an_adapter_of_something_else_is_refused(tmp_path, changes, message):
@@ -376,6 +378,8 @@ def test_an_adapter_of_something_else_is_refused(tmp_path, changes, message):
         tensors.popitem()
     if changes.pop("extra", False):
         tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 8)
+    first = next(iter(tensors))
+    tensors[first] = tensors[first].to(changes.pop("type", torch.float32))
     write_peft(tmp_path / "adapter", tensors, **changes)
     with pytest.raises(WeightsError, match=message):
         read_adapter(tmp_path / "adapter", shape, LoraConfig(**LORA), base="1")

@@ -76,6 +76,8 @@ def damage(folder, change):
             (folder / "model-1-of-3.safetensors").write_bytes(raw[:-100])
         case "index":
             (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+        case "brackets":
+            (folder / "model.safetensors.index.json").write_text("[" * 100_000)
         case "directory":
             (folder / "model-1-of-3.safetensors").unlink()
             (folder / "model-1-of-3.safetensors").mkdir()
@@ -93,6 +95,7 @@ def damage(folder, change):
         ("files", ["model-2-of-3.safetensors is missing", "2 files are missing", "model-3-of-3.safetensors"]),
         ("truncated", ["model-1-of-3.safetensors: truncated inside tensor"]),
         ("index", ["model.safetensors.index.json: damaged index"]),
+        ("brackets", ["model.safetensors.index.json: damaged index"]),
         ("directory", ["model-1-of-3.safetensors: cannot be read (Is a directory)"]),
     ],
 )

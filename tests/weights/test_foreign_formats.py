@@ -85,15 +85,27 @@ def test_a_run_exports_without_a_reference(converted, models, tmp_path):
         ({"consolidated.00.pth": ""}, "consolidated.pth"),
         ({"qwen.gguf": ""}, "a GGUF model"),
         ({"notes.txt": ""}, "no checkpoint found; expected a HF model"),
+        ({"latest_checkpointed_iteration.txt": "²"}, "says '²'; expected an iteration or 'release'"),
+        ({"latest_checkpointed_iteration.txt": "9" * 5000}, "expected an iteration or 'release'"),
+        ({"latest_checkpointed_iteration.txt": b"\xff"}, "expected an iteration or 'release'"),
+        ({".metadata": "", "metadata.json": "[" * 100_000}, "torch_dcp or fsdp_dtensor"),
     ],
 )
 def test_what_cannot_be_read_is_named_by_its_format(files, said, tmp_path, capsys):
     for name, content in files.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "source" / name).write_text(content)
+        (tmp_path / "source" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["convert", "megatron-to-hf", str(tmp_path / "source"), str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
     assert said in line and str(tmp_path / "source") in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("record", ["[]", "5", "{}", "[" * 100_000])
+def test_a_damaged_record_of_a_conversion_is_no_record(converted, models, tmp_path, record):
+    folder = shutil.copytree(converted, tmp_path / "megatron")
+    (folder / "conversion.json").write_text(record)
+    megatron_to_hf(folder, tmp_path / "hf")
+    assert verify(models["qwen2"], tmp_path / "hf").same
 
 
 # ---- legacy Megatron ----
