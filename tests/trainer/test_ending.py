@@ -155,7 +155,7 @@ def test_blocked_rollout_thread_is_found(point, straight, tmp_path, capfd):
     raw = config(straight[0], tmp_path, rollout__sampler={"stall_timeout": 7},
                  trainer__heartbeat={"every": 0.2, "silent": 60, "stuck": 8})  # fmt: skip
     assert run(raw, at_point(point, 3, lambda: time.sleep(600)), timeout=120) == HUNG
-    doing = {"rollouts/sampling": "sampling the batch of step 0", "rollouts/evaluating": "evaluating after step 0"}
+    doing = {"rollouts/sampling": "sampling the batch of step 1", "rollouts/evaluating": "evaluating after step 0"}
     assert re.search(rf"has made no progress for \d+ s while {doing[point]}", capfd.readouterr().err)
     stacks = (tmp_path / "logs" / "stacks_rank_0.txt").read_text()
     assert "test_ending.py" in stacks  # where the rollout thread sleeps
