@@ -14,7 +14,7 @@ TABLE = {
     )
 }
 # These mention engines, transports and families, but need no change for a new one.
-NOT_NEEDED = ("planner/", "selfcheck/", "launch/", "cli.py")
+NOT_NEEDED = ("planner/", "selfcheck/", "launch/", "cli.py", "config/importing.py")
 
 
 def mentioning(pattern: str) -> set[str]:
