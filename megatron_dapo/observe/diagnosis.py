@@ -143,10 +143,7 @@ def _importance_cap(history: History) -> str | None:
 
 
 def _clip_fraction(history: History) -> str | None:
-    high, low = history.get("train/clip_fraction_high"), history.get("train/clip_fraction_low")
-    if high is None and low is None:
-        return None
-    total = (high or 0.0) + (low or 0.0)
+    total = sum(history.get(f"train/clip_fraction_{side}") or 0.0 for side in ("high", "low"))
     return f"{total:.0%} of the tokens are clipped and have no gradient" if total > 0.2 else None
 
 
@@ -219,8 +216,7 @@ def _ungraded(history: History) -> str | None:
 
 
 def _not_finite(history: History) -> str | None:
-    every_one = math.isfinite(sum(history.now.values()))
-    bad = [] if every_one else sorted(name for name, value in history.now.items() if not math.isfinite(value))
+    bad = sorted(name for name, value in history.now.items() if not math.isfinite(value))
     if bad:
         return f"not a finite number: {', '.join(bad[:4])}"
     tokens = history.get("train/nonfinite_tokens")
