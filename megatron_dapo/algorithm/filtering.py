@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.plugins import is_plugin, load_function
+from megatron_dapo.plugins import in_one_line, is_plugin, load_function
 from megatron_dapo.types import Group
 
 GroupFilter = Callable[[Group], tuple[bool, str]]
@@ -126,9 +126,9 @@ class _UserFilter:
         try:
             return function(group)
         except Exception as error:
+            raised = in_one_line(error, function)
             raise UserError(
-                f"rollout.group_filter: {self._name} raised {type(error).__name__} on prompt {group.prompt.id!r}: "
-                f"{error}"
+                f"rollout.group_filter: {self._name}, prompt {group.prompt.id!r}, raised {raised}"
             ) from error
 
     def _unexpected(self, name: str, expected: str, returned: Any, group: Group) -> UserError:

@@ -141,8 +141,8 @@ class CheckpointFolder:
             for path in list(self.path.glob(".step_*")):
                 name = path.name.removeprefix(".").removesuffix(path.suffix)
                 if path.suffix == ".old" and (path / REPLACED).exists() and not (self.path / name).exists():
-                    (path / REPLACED).unlink()
                     path.rename(self.path / name)
+                    (self.path / name / REPLACED).unlink()  # in this order, or a kill between them loses the checkpoint
                 elif path.suffix in (".tmp", ".old"):
                     remove(path)
             for path in list(self.path.glob("step_*")):

@@ -116,7 +116,9 @@ def test_an_exception_in_a_user_filter_is_an_error(own):
     def broken(group):
         raise KeyError("difficulty")
 
-    with pytest.raises(UserError, match=r"own_group_filters.f raised KeyError on prompt 'p1': 'difficulty'") as caught:
+    with pytest.raises(
+        UserError, match=r"own_group_filters.f, prompt 'p1', raised KeyError at test_group_filters.py:\d+: 'difficulty'"
+    ) as caught:
         own(broken)(group(RIGHT, WRONG))
     assert isinstance(caught.value.__cause__, KeyError)
 
