@@ -125,7 +125,8 @@ def set_grade(score):
 
 
 def poison(value, where):
-    """A checkpoint of the next step whose checksums are right and whose weights, or moments, are not finite."""
+    """A checkpoint of the next step whose checksums are right and whose weights, or moments, are not finite. It takes
+    the place of the one within the step before."""
 
     def damage(run_dir):
         trainer = TRAINER[0]
@@ -229,9 +230,9 @@ CHECKPOINT = {  # the newest checkpoint cannot be used
     "an unwritten record that is none": edit_state(lambda state: state["observer"].update(unwritten=["{"])),
 }  # fmt: skip
 OTHER = {  # expected checkpoint, damage
-    "weights that are NaN": (NEWEST, poison(float("nan"), "weights")),
-    "weights that are infinite": (NEWEST, poison(float("inf"), "weights")),
-    "moments that are NaN": (NEWEST, poison(float("nan"), "moments")),
+    "weights that are NaN": (BEFORE, poison(float("nan"), "weights")),
+    "weights that are infinite": (BEFORE, poison(float("inf"), "weights")),
+    "moments that are NaN": (BEFORE, poison(float("nan"), "moments")),
     "two damaged checkpoints": ("step_2", both_newest),
     "a later checkpoint that is a renamed one": (NEWEST, rename_to_later_step),
     "a later, empty checkpoint": (NEWEST, at("checkpoints/step_9", Path.mkdir)),
