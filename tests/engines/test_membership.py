@@ -33,7 +33,7 @@ def short_times(monkeypatch):
 
 
 def config(folder, *urls, **servers):
-    base = settings(urls=list(urls), heartbeat=0.05, start_timeout=10, api_key_env=KEY, **servers)
+    base = settings(urls=list(urls), api_key_env=KEY, **{"heartbeat": 0.05, "start_timeout": 10} | servers)
     return base.model_copy(update={"weights": base.weights.model_copy(update={"directory": str(folder)})})
 
 
@@ -68,7 +68,11 @@ async def test_a_file_that_is_read_while_it_is_written_changes_nothing(tmp_path,
 
 
 async def test_every_address_of_a_name_is_a_server(monkeypatch):
+    resolve = asyncio.get_running_loop().getaddrinfo
+
     async def getaddrinfo(host, port, **options):
+        if host == "no..name":
+            return await resolve(host, port, **options)
         if addresses is None:
             raise socket.gaierror("no such name")
         assert (host, port) == ("engines", 30000)
@@ -78,11 +82,18 @@ async def test_every_address_of_a_name_is_a_server(monkeypatch):
     members = Membership(["dns://engines:30000"], None, list)
     addresses = None
     assert await members.current() == []
+    assert await Membership(["dns://no..name:30000"], None, list).current() == []
     addresses = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
     expected = ["http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://[fd00::1]:30000"]
     assert await members.current() == [] and await members.current() == expected
     addresses = None
     assert await members.current() == expected
+
+
+async def test_a_source_that_names_no_server_says_why(tmp_path):
+    servers = config(tmp_path, f"file://{tmp_path}/absent", "dns://no..name:1", start_timeout=0.1)
+    with pytest.raises(EngineError, match=r"absent cannot be read: .*No such file.*dns://no..name:1 cannot be read"):
+        await Fleet(servers, str(tmp_path), tmp_path, client_processes=False).start()
 
 
 async def test_servers_are_posted_with_the_key(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import zlib
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from event_loop import close_at_the_end
 from fake_server import FakeServer
 from installed_sglang import QUICK_IMPORT, SGLANG_VERSIONS, require_sglang
 from waiting import wait_for
@@ -24,7 +27,7 @@ from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.client import EXACT_ARGUMENTS, IN_SERVER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
-from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command
+from megatron_dapo.engines.sglang.server_process import ServerProcess, log_tail, sglang_command
 from megatron_dapo.errors import ConfigError, EngineError
 from megatron_dapo.processes import supervisor
 from megatron_dapo.processes.supervised import members
@@ -142,6 +145,7 @@ import logging, os, sys, time
 logging.basicConfig(level="INFO")
 logging.info(f"server_args={sys.argv}")
 logging.warning("key %s of %s", sys.argv[-1], "args")
+logging.warning("one %s", "two", "three")  # logging reports it and goes on
 print(__name__, sys.argv[1:-1], sys.argv[-1] == "--api-key=" + open(sys.argv[1]).read(), "THE_KEY" in os.environ)
 sys.stdout.flush()
 time.sleep(100)
@@ -196,6 +200,27 @@ def test_every_started_server_has_a_key(monkeypatch, tmp_path):
         ServerProcess("", chosen, 0, tmp_path)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_server_has_an_address_on_every_host_that_needs_no_key(tmp_path, host):
+    config = ServerConfig(host=host)
+    config.check()
+    process = ServerProcess("", config, 0, tmp_path, make_command=lambda *_: (["true"], {}))
+    process.spawn()
+    found = urlsplit(process.url)
+    assert (found.hostname, found.port) == (host, process.port)
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path):
+    """This one is larger than the memory of any machine."""
+    log = tmp_path / "server-0.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 42)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + b"".join(b"line %d \xff\n" % number for number in range(30)))
+    said = log_tail(log).splitlines()
+    assert len(said) == 26 and said[1].startswith("  line 5 ") and said[-1].startswith("  line 29 ")
+
+
 def test_the_log_of_a_server_is_for_its_owner_only(tmp_path):
     process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (["true"], {}))
     process.spawn()
@@ -248,6 +273,14 @@ def test_a_server_with_adapters_finds_the_plugin_that_compares_them():
     (plugin,) = (entry for path in paths for d in distributions(path=[path]) for entry in d.entry_points)
     assert plugin.group == "sglang.srt.plugins" and plugin.value == "megatron_dapo_checksums:serve_adapters"
     assert str(IN_SERVER) in paths and "SGLANG_PLUGINS" not in environment  # which would turn others' plugins off
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.10rc5", "0.5.16.post1", "0.5.9+cu130"])
+async def test_an_older_sglang_is_refused(version):
+    server = await FakeServer().start()
+    server.broken_calls["/server_info"] = 200, {"version": version}
+    with pytest.raises(EngineError, match=f"runs SGLang {re.escape(version)}; expected 0.5.17 or newer"):
+        await close_at_the_end(SGLangClient(server.url, ServerConfig())).capabilities()
 
 
 KERNELS = f"{zlib.crc32((IN_SERVER / 'megatron_dapo_kernels.py').read_bytes()):x}"

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import pickle
+import re
 import socket
 import time
 import zlib
@@ -555,6 +556,6 @@ def _is_local(url: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")[:3]
-    digits = ["".join(c for c in part if c.isdigit()) for part in parts]
-    return tuple(int(d) for d in digits if d) or OLDEST_VERSION
+    """Without what follows the third: `rc5`, `.post1`, `+commit`."""
+    found = re.match(r"\d+\.\d+\.\d+", version)
+    return tuple(map(int, found[0].split("."))) if found else OLDEST_VERSION

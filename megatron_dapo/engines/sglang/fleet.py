@@ -180,7 +180,8 @@ class Fleet(Supervision):
         deadline = time.monotonic() + self._config.servers.start_timeout
         while not any(server.state.phase is Phase.SERVING for server in self._servers.values()):
             if time.monotonic() > deadline:
-                causes = "; ".join(f"{name}: {server.state.why}" for name, server in self._servers.items())
+                found = [f"{name}: {server.state.why}" for name, server in self._servers.items()]
+                causes = "; ".join([*found, *self.membership.unread.values()])
                 raise EngineError(
                     f"no server was ready after {self._config.servers.start_timeout:g} s "
                     f"(rollout.servers.start_timeout): {causes or 'rollout.servers.urls names none'}"

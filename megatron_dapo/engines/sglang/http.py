@@ -187,6 +187,10 @@ class Connection:
         return session
 
 
+def server_url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def nobody_listens(error: BaseException) -> bool:
     """Whether the server's port refused the connection: no process has it open."""
     cause = error.__cause__

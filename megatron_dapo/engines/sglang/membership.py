@@ -25,6 +25,7 @@ from urllib.parse import unquote, urlsplit
 from aiohttp import web
 
 from megatron_dapo.config.rollout import is_source
+from megatron_dapo.engines.sglang.http import server_url
 from megatron_dapo.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Membership:
         self._posted: dict[str, None] = {}
         self._named: dict[str, list[str]] = {}  # by source: its servers
         self._last: dict[str, list[str]] = {}  # likewise: the last reading
+        self.unread: dict[str, str] = {}  # by source: why its last reading failed
         self._runner: web.AppRunner | None = None
         self.address = ""  # where it listens
 
@@ -59,7 +61,7 @@ class Membership:
                     await web.TCPSite(self._runner, source.hostname, source.port).start()
                 except OSError as error:
                     raise EngineError(f"cannot listen on {source.netloc} (rollout.servers.urls): {error}") from error
-                self.address = "http://{}:{}".format(*self._runner.addresses[0][:2])
+                self.address = server_url(*self._runner.addresses[0][:2])
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -75,8 +77,9 @@ class Membership:
                     self._read(name, await asyncio.to_thread(_lines, Path(unquote(source.path))))
                 elif source.scheme == "dns":
                     self._read(name, await _resolve(source.hostname or "", source.port or 30000))
-            except OSError as error:
-                log.debug("%s: %s", name, error)
+                self.unread.pop(name, None)
+            except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
+                self.unread[name] = f"{name} cannot be read: {error}"
             found |= dict.fromkeys(self._named.get(name, ()))
         return list(found)
 
@@ -126,4 +129,4 @@ def _address(text: str) -> str:
 async def _resolve(host: str, port: int) -> list[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = sorted({str(entry[4][0]) for entry in found})
-    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts]
+    return [server_url(host, port) for host in hosts]

@@ -41,7 +41,10 @@ def hide_in_logs(secrets: "list[str]") -> None:
 
     def make(*args: object, **kwargs: object) -> logging.LogRecord:
         record = original(*args, **kwargs)
-        message = record.getMessage()
+        try:
+            message = record.getMessage()
+        except Exception:  # the arguments do not fit; logging reports that, and the program goes on
+            message = f"{record.msg} {record.args}"
         if any(secret in message for secret in secrets):
             for secret in secrets:
                 message = message.replace(secret, "***")

@@ -25,11 +25,13 @@ from megatron_dapo.engines.sglang.client import (
     SGLangClient,
     adapter_arguments,
 )
+from megatron_dapo.engines.sglang.http import server_url
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.supervised import SupervisedProcess
 
 LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
+TAIL_BYTES = 1 << 18  # that are read for them: a log may have gigabytes
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 CPU_LAUNCHER = "cpu_launch_server"  # a module in that folder
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
@@ -88,7 +90,10 @@ def sglang_command(
 
 def log_tail(log: Path) -> str:
     try:
-        lines = [line[:LINE_LENGTH] for line in log.read_text(errors="replace").splitlines()[-LOG_TAIL:]]
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        lines = [line[:LINE_LENGTH] for line in text.splitlines()[-LOG_TAIL:]]
     except OSError as error:
         return f"its log cannot be read: {error}"
     return f"the end of {log}:\n  " + "\n  ".join(lines)
@@ -118,7 +123,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        return f"http://{self._config.host}:{self.port}"
+        return server_url(self._config.host, self.port)
 
     @property
     def pid(self) -> int:
