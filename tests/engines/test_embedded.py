@@ -9,7 +9,8 @@ import pytest
 import torch
 from event_loop import close_at_the_end
 from long_lists import some
-from tiny_model import changed_weights, reference_logprobs, tiny_model
+from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
+from torch.nn import functional as F
 
 from megatron_dapo.config.rollout import EmbeddedConfig
 from megatron_dapo.engines.embedded.batch_invariant_model import sample_tokens, uniform
@@ -126,6 +127,34 @@ async def test_a_wrong_update_is_read_to_its_end_and_not_served(spoil, cause):
         await engine.generate("a", prompt_of(0, 4), SamplingParams(4))
     await engine.update_weights(2, [changed_weights(tiny_model(), seed=1)])
     assert len((await engine.generate("b", prompt_of(0, 4), SamplingParams(4, ignore_eos=True))).tokens) == 4
+
+
+async def test_buckets_that_cannot_be_produced_leave_nothing_waiting():
+    """Requests fail like after any other failed update."""
+
+    def buckets():
+        yield changed_weights(tiny_model(), seed=1)[:2]
+        raise RuntimeError("a rank has left")
+
+    engine = close_at_the_end(EmbeddedEngine(tiny_model(), config=SMALL, pause_mode="retract"))
+    running = asyncio.ensure_future(engine.generate("a", prompt_of(0, 4), SamplingParams(900, ignore_eos=True)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(WeightUpdateError, match="RuntimeError: a rank has left"):
+        await engine.update_weights(1, buckets())
+    for request in (running, engine.generate("b", prompt_of(0, 4), SamplingParams(4))):
+        with pytest.raises(EngineError, match="weight version 1 failed"):
+            await asyncio.wait_for(request, 10)
+
+
+async def test_a_stop_string_may_have_more_tokens_than_characters():
+    """One character of four bytes, each of which is a token here."""
+    tokenizer, model = byte_tokenizer(), tiny_model()
+    engine = close_at_the_end(EmbeddedEngine(model, tokenizer, SMALL))
+    stop = "🙂🙃🙂"
+    answer = iter(tokenizer.encode(f"{stop} and more"))
+    model.lm_head.forward = lambda hidden: F.one_hot(torch.full(hidden.shape[:1], next(answer)), 320) * 100.0
+    prompt, params = as_tokens([7]), SamplingParams(16, temperature=0.0, stop=(stop,))
+    assert tokenizer.decode((await engine.generate("a", prompt, params)).tokens) == stop
 
 
 def test_sampled_tokens_follow_the_truncated_distribution():

@@ -167,20 +167,20 @@ class EmbeddedEngine:
         if self._pause_mode == "abort":
             await self._abort_all()
         await self._until(lambda: not self._computing)
-        loader = WeightLoader(self._model.model)
-        failure = ""
-        async with BucketStream.of(buckets).open() as stream:
-            async for bucket, _ in stream:
-                try:
+        loader, failure, cause = WeightLoader(self._model.model), "", None
+        try:
+            async with BucketStream.of(buckets).open() as stream:  # reads to the end after an error, too
+                async for bucket, _ in stream:
                     failure = failure or loader.load(bucket)
-                except Exception as error:
-                    failure = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            failure, cause = f"{type(error).__name__}: {error}", error
         failure = failure or loader.missing()
         if failure:
             with self._changed:
                 self._updating, self._broken = False, f"the update to weight version {version} failed: {failure}"
                 self._fail_all(EngineError(f"embedded engine: {self._broken}"))
-            raise WeightUpdateError(f"embedded engine: {self._broken}; it serves nothing until an update succeeds")
+            why = f"embedded engine: {self._broken}; it serves nothing until an update succeeds"
+            raise WeightUpdateError(why) from cause
         self._loaded = (version, loader, started)
 
     async def serve_weights(self, version: int) -> WeightReport:
@@ -347,7 +347,7 @@ class EmbeddedEngine:
 
     def _stopped(self, request: _Request) -> bool:
         """Whether a stop string is in the text of the last tokens."""
-        last = min(request.generated, max(map(len, request.params.stop)) + 4)
+        last = min(request.generated, max(len(stop.encode()) for stop in request.params.stop) + 4)
         text = self.tokenizer.decode(request.sequence[-last:])
         return any(stop in text for stop in request.params.stop)
 
