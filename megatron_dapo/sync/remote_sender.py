@@ -66,19 +66,21 @@ class SenderLink:
 
     def payload(self, number: int, rank: int) -> str:
         """What rank `rank` has prepared of bucket `number`."""
-        key = f"payload/{number}/{rank}"
-        found = self._wait(key, self._raise_error, f"rank {rank} has not prepared bucket {number}")
-        self._store.delete_key(key)
-        return found
+        return self._take(f"payload/{number}/{rank}", f"rank {rank} has not prepared bucket {number}")
 
     def checksums(self, rank: int) -> dict[str, tuple[int, int]]:
         """Of the tensors that rank `rank` has sent."""
-        found = self._wait(f"checksums/{rank}", self._raise_error, f"rank {rank} has not sent its checksums")
-        return dict(json.loads(found))
+        return dict(json.loads(self._take(f"checksums/{rank}", f"rank {rank} has not sent its checksums")))
 
     def done(self, number: int) -> None:
         """The memory of bucket `number` may be used again."""
         self._store.set(f"done/{number}", "")
+
+    def _take(self, key: str, otherwise: str) -> str:
+        """Once: the store would keep it until the run ends."""
+        found = self._wait(key, self._raise_error, otherwise)
+        self._store.delete_key(key)
+        return found
 
     def _raise_error(self) -> None:
         if error := self.error():

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from event_loop import close_at_the_end
+from event_loop import close_at_the_end, until
 from fake_process import fake_fleet
 from fake_server import FakeServer
 from faults import PROMPT, WEIGHTS, connect, run, settings
@@ -197,6 +197,21 @@ async def test_a_connection_that_always_breaks_is_an_error_after_four_tries():
     with pytest.raises(BrokenConnection, match=r"server http://127.0.0.1.*/pause_generation failed"):
         await client.pause()
     assert server.calls.count("/pause_generation") == 4
+
+
+async def test_a_cancelled_update_leaves_no_call_behind(tmp_path):
+    """It would go on in the background, with weights that may be gone, while the engine is closed or updated again."""
+    servers = [await FakeServer().start() for _ in range(2)]
+    engine = await connect(servers, config(tmp_path, share_gpus=False))
+    before, path = asyncio.all_tasks(), "/update_weights_from_disk"
+    for server in servers:
+        server.hanging.add(path)
+    update = asyncio.ensure_future(engine.update_weights(1, [WEIGHTS]))
+    await until(lambda: all(path in server.calls for server in servers))
+    update.cancel()
+    await asyncio.wait([update])
+    await asyncio.sleep(0.01)
+    assert not [task for task in asyncio.all_tasks() - before if "load_from_disk" in repr(task)]
 
 
 async def test_requests_on_their_way_do_not_hold_up_a_weight_update(tmp_path):

@@ -105,6 +105,20 @@ def test_an_update_follows_its_own_plan(group):
     assert group.sent == [0, 0, 2]
 
 
+@pytest.mark.parametrize("what", ["payload", "checksums"])
+def test_rank_0_keeps_nothing_large_of_an_update(what):
+    """Checksums of a large mixture of experts are a megabyte in every update."""
+    store = dist.HashStore()
+    first, second = links(1, store)
+    if what == "payload":
+        second.put_payload(4, "reference")
+        assert first.payload(4, 2) == "reference"
+    else:
+        second.put_checksums({"t": (3, 5)})
+        assert first.checksums(2) == {"t": [3, 5]}
+    assert store.num_keys() == 0
+
+
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_after_a_failure_nothing_more_is_sent_but_all_buckets_are_read(group, where):
     first, second = links(1)

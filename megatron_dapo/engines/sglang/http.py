@@ -232,25 +232,27 @@ async def wait_for_living(
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
     waiting, dead, living = set(tasks.values()), set[str](), False
     clock, pause, deadline = asyncio.get_running_loop().time, PROBE_PAUSE, float("inf")
-    while waiting and clock() < deadline:
-        done, waiting = await asyncio.wait(
-            waiting, timeout=pause if living else None, return_when=asyncio.FIRST_COMPLETED
-        )
-        if done:
-            if any(task.exception() is None for task in done):
-                living, deadline, pause = True, clock() + grace, PROBE_PAUSE
-            continue
-        pause = min(1.0, 2 * pause)
-        asked = [name for name, task in tasks.items() if task in waiting]
-        replies = await wait_all({name: _within(answers[name](), PROBE_SECONDS) for name in asked})
-        silent = [name for name in failures(replies) if tasks[name] in waiting and not tasks[name].done()]
-        dead |= set(silent)
-        for name in silent:
-            tasks[name].cancel()
-            waiting.discard(tasks[name])
+    try:
+        while waiting and clock() < deadline:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=pause if living else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                if any(task.exception() is None for task in done):
+                    living, deadline, pause = True, clock() + grace, PROBE_PAUSE
+                continue
+            pause = min(1.0, 2 * pause)
+            asked = [name for name, task in tasks.items() if task in waiting]
+            replies = await wait_all({name: _within(answers[name](), PROBE_SECONDS) for name in asked})
+            silent = [name for name in failures(replies) if tasks[name] in waiting and not tasks[name].done()]
+            dead |= set(silent)
+            for name in silent:
+                tasks[name].cancel()
+                waiting.discard(tasks[name])
+    finally:  # also when this is cancelled
+        for task in waiting:
+            task.cancel()
     late = {name for name, task in tasks.items() if task in waiting}
-    for task in waiting:
-        task.cancel()
     results = await wait_all(tasks)
     for name in late | dead:
         why = "it does not answer" if name in dead else f"no reply {grace:g} s after the other servers'"
