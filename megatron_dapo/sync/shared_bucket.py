@@ -16,7 +16,7 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -33,43 +33,33 @@ from megatron_dapo.weights.tensor_spec import TensorSpec, flat_starts
 PREFIX = "experts::"
 STDERR = 2
 _MATRIX = re.compile(r"^(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)$")
-_ORDER = ("gate", "up", "down")
 
 
 def packed(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """The same memory, with `experts::LAYER::FIRST EXPERT::weight` for every run of whole experts."""
-    found: list[TensorSpec] = []
-    waiting: list[TensorSpec] = []  # matrices of an expert that is not complete
-    for spec in specs:
-        if len(waiting) < len(_ORDER) and _continues(waiting, spec):
-            waiting.append(spec)
+    specs, found, i = tuple(specs), list[TensorSpec](), 0
+    while i < len(specs):
+        if _is_expert(specs[i : i + 3]):
+            _add_expert(found, specs[i])
+            i += 3
         else:
-            found += waiting
-            waiting = [spec] if _continues([], spec) else []
-            found += [] if waiting else [spec]
-        if len(waiting) == len(_ORDER):
-            _add_expert(found, waiting)
-            waiting = []
-    return tuple(found + waiting)
+            found.append(specs[i])
+            i += 1
+    return tuple(found)
 
 
-def _continues(waiting: list[TensorSpec], spec: TensorSpec) -> bool:
-    """Whether `spec` is the next matrix of the expert whose first ones are `waiting`."""
-    match = _MATRIX.match(spec.name)
-    if match is None or len(spec.shape) != 2 or match[3] != _ORDER[len(waiting)]:
+def _is_expert(matrices: Sequence[TensorSpec]) -> bool:
+    """Whether these are gate, up and down of one expert."""
+    names = [match for spec in matrices if (match := _MATRIX.match(spec.name))]
+    if [name[3] for name in names] != ["gate", "up", "down"]:
         return False
-    if not waiting:
-        return True
-    first = waiting[0]
-    before = _MATRIX.match(first.name)
-    assert before is not None
-    shape = first.shape if match[3] == "up" else first.shape[::-1]
-    return match.group(1, 2, 4) == before.group(1, 2, 4) and (spec.dtype, spec.shape) == (first.dtype, shape)
+    gate, up, down = matrices
+    same = {(*name.group(1, 2, 4), spec.dtype) for name, spec in zip(names, matrices, strict=True)}
+    return len(same) == 1 and len(gate.shape) == 2 and gate.shape == up.shape == down.shape[::-1]
 
 
-def _add_expert(found: list[TensorSpec], matrices: list[TensorSpec]) -> None:
+def _add_expert(found: list[TensorSpec], gate: TensorSpec) -> None:
     """Appends one expert, to the last run if it is the next one of it."""
-    gate = matrices[0]
     match = _MATRIX.match(gate.name)
     assert match is not None
     layer, expert, _, kind = match.groups()

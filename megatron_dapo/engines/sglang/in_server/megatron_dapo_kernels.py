@@ -46,7 +46,7 @@ def _product(  # type: ignore[no-untyped-def]
 TILES = {"few": (64, 32, 4, 5), "some": (64, 128, 4, 4), "many": (128, 128, 4, 3)}
 
 
-def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, tile: tuple[int, int, int, int] | None = None) -> Tensor:
+def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """a [rows, k] · b [k, columns]."""
     rows, depth = a.shape
     columns = b.shape[1]
@@ -54,9 +54,8 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, tile: tuple[int, int,
         out = a.new_empty(rows, columns)
     if rows == 0 or columns == 0:
         return out
-    if tile is None:
-        tile = TILES["many" if rows >= 1024 else "few" if rows <= 256 and columns < 8192 else "some"]
-    height, width, warps, stages = tile
+    tile = "many" if rows >= 1024 else "few" if rows <= 256 and columns < 8192 else "some"
+    height, width, warps, stages = TILES[tile]
     _product[(triton.cdiv(rows, height) * triton.cdiv(columns, width),)](
         a, b, out, rows, columns, depth, *a.stride(), *b.stride(), *out.stride(),
         ROWS=height, COLUMNS=width, DEPTH=64, GROUP=8, num_warps=warps, num_stages=stages,
