@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -68,26 +69,20 @@ class WeightProcessGroups:
                 }  # fmt: skip
                 calls[server.name] = server.join_group(body, config.timeout)
                 offset += server.tensor_parallel
-            await self._both_sides(
-                "joining the weight process group", calls, self._joining(rank, name, port, world, link), link
-            )
-
-    def _joining(self, rank: int, name: str, port: int, world: int, link: SenderLink | None) -> Callable[[], None]:
-        if rank == 0:
-            source = self._source = GroupSource(name, self._config.backend, self._config.timeout)
-            return lambda: source.join(self._config.master_address, port, world)
-        assert link is not None
-        return lambda: link.wait_joined(rank)
+            if rank == 0:
+                self._source = GroupSource(name, config.backend, config.timeout)
+                ours = partial(self._source.join, address, port, world)
+            else:
+                assert link is not None
+                ours = partial(link.wait_joined, rank)
+            await self._both_sides("joining the weight process group", calls, ours, link)
 
     async def broadcast(
         self, flat: Tensor | None, body: dict[str, Any], label: str, link: SenderLink | None = None
     ) -> None:
         """`flat` None: another rank sends. `label`: the servers' version label once they have the bucket."""
         calls = {s.name: s.receive_broadcast(body, label, self._config.timeout) for s in self._servers}
-        ours: Callable[[], None] | None = None
-        if flat is not None:
-            assert self._source is not None
-            source, ours = self._source, lambda: source.send(flat)
+        ours = partial(self._source.send, flat) if self._source is not None and flat is not None else lambda: None
         await self._both_sides("broadcasting weights", calls, ours, link)
 
     async def leave(self) -> None:
@@ -105,11 +100,11 @@ class WeightProcessGroups:
         self,
         doing: str,
         calls: Mapping[str, Awaitable[None]],
-        ours: Callable[[], None] | None,
+        ours: Callable[[], None],
         link: SenderLink | None,
     ) -> None:
         """Runs our side in a thread and the servers' over HTTP; the first failure of either ends the wait."""
-        mine = asyncio.get_running_loop().run_in_executor(self._thread, ours or (lambda: None))
+        mine = asyncio.get_running_loop().run_in_executor(self._thread, ours)
         tasks: dict[asyncio.Future[None], str] = {asyncio.ensure_future(call): name for name, call in calls.items()}
         waiting, elsewhere = {*tasks, mine}, ""
         deadline = asyncio.get_running_loop().time() + self._config.timeout

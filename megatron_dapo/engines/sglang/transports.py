@@ -84,12 +84,6 @@ class Transfer:
     checksums: Sums = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def count(self, bucket: Bucket, manifest: WeightManifest) -> None:
-        self.bucket_error = self.bucket_error or manifest.check(bucket)
-        specs = specs_of(bucket)
-        self.tensors += len(specs)
-        self.bytes += flat_size(specs)
-
     def finish(self, manifest: WeightManifest, servers: Sequence[SGLangClient]) -> bool:
         """Whether the buckets were the whole model; if not, no server has it."""
         self.bucket_error = self.bucket_error or manifest.missing()
@@ -124,7 +118,10 @@ class Transport:
         """Nothing, where the bucket itself is sent."""
 
     def _count(self, transfer: Transfer, bucket: Bucket, prepared: Prepared | None) -> None:
-        transfer.count(bucket, self._manifest)
+        transfer.bucket_error = transfer.bucket_error or self._manifest.check(bucket)
+        specs = specs_of(bucket)
+        transfer.tensors += len(specs)
+        transfer.bytes += flat_size(specs)
         if prepared is not None and prepared.checksums is not None:
             self._sent.append(prepared.checksums)
 
@@ -271,41 +268,25 @@ class TensorTransport(DirectTransport):
     async def _send_bucket(
         self, number: int, bucket: Bucket, prepared: SharedBucket | None, servers: Sequence[SGLangClient]
     ) -> Errors:
-        if self._link is None:
-            assert prepared is not None
-            prepared.expect(len(servers))
-            payloads = {server.name: prepared.payload for server in servers}
-        else:
-            assert isinstance(bucket, FlatBucket | RemoteBucket)
-            try:
-                payloads = await self._payloads(self._link, number, bucket.receivers, prepared, servers)
-            except EngineError as error:
-                return {server.name: error for server in servers}
-        timeout = self._config.timeout
-        results = await call_living(servers, lambda server: server.load_tensors(payloads[server.name], timeout))
-        if self._link is not None:
-            self._link.done(number)
-        return failures(results)
-
-    async def _payloads(
-        self,
-        link: SenderLink,
-        number: int,
-        receivers: Sequence[int],
-        prepared: SharedBucket | None,
-        servers: Sequence[SGLangClient],
-    ) -> dict[str, str]:
-        """By server: the reference of the rank on its node that holds this bucket."""
+        link, timeout = self._link, self._config.timeout
+        receivers = (bucket.receivers if isinstance(bucket, FlatBucket | RemoteBucket) else ()) or (0,)
+        payloads = {} if prepared is None else {0: prepared.payload}
+        # By server: the rank on its node that holds this bucket.
         per_node = len(self._order) // len(receivers)
         rank_of = {name: receivers[index // per_node] for index, name in enumerate(self._order)}
-        found: dict[int, str] = {}
-        for rank in {rank_of[server.name] for server in servers}:
-            if rank == 0:
-                assert prepared is not None
-                found[rank] = prepared.payload
-            else:
-                found[rank] = await asyncio.to_thread(link.payload, number, rank)
-        return {server.name: found[rank_of[server.name]] for server in servers}
+        if link is None:
+            assert prepared is not None
+            prepared.expect(len(servers))
+        else:
+            try:
+                for rank in {rank_of[server.name] for server in servers} - {0}:
+                    payloads[rank] = await asyncio.to_thread(link.payload, number, rank)
+            except EngineError as error:
+                return {server.name: error for server in servers}
+        results = await call_living(servers, lambda s: s.load_tensors(payloads[rank_of[s.name]], timeout))
+        if link is not None:
+            link.done(number)
+        return failures(results)
 
 
 class DistributedTransport(DirectTransport):
