@@ -111,8 +111,9 @@ class TransformersScorer:
 
         try:
             self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of many kinds, such as SafetensorError
             raise EngineError(f"algorithm.distillation.model: cannot load a model from {model}: {error}") from error
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher")
 
     async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
@@ -121,6 +122,8 @@ class TransformersScorer:
     def _compute(self, prompt: Tokens, response: Tokens) -> LogProbs:
         import torch
 
+        if (largest := int(max(prompt.max(), response.max()))) >= self._vocabulary:
+            raise EngineError(f"the sample has token {largest}, and the teacher only {self._vocabulary} tokens")
         tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
         with torch.inference_mode():
             logits = self._model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]

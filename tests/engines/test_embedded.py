@@ -2,6 +2,7 @@
 test_conformance.py has what every engine must do."""
 
 import asyncio
+import os
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from event_loop import close_at_the_end
 from long_lists import some
-from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
+from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model, write_model
 from torch.nn import functional as F
 
 from megatron_dapo.config.rollout import EmbeddedConfig
@@ -155,6 +156,14 @@ async def test_a_stop_string_may_have_more_tokens_than_characters():
     model.lm_head.forward = lambda hidden: F.one_hot(torch.full(hidden.shape[:1], next(answer)), 320) * 100.0
     prompt, params = as_tokens([7]), SamplingParams(16, temperature=0.0, stop=(stop,))
     assert tokenizer.decode((await engine.generate("a", prompt, params)).tokens) == stop
+
+
+def test_a_checkpoint_that_was_cut_off_is_an_error_that_names_it(tmp_path):
+    folder = write_model(tmp_path)
+    (weights,) = folder.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(EngineError, match=f"cannot load a model and its tokenizer from {folder}"):
+        EmbeddedEngine.from_directory(folder)
 
 
 def test_sampled_tokens_follow_the_truncated_distribution():

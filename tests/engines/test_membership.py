@@ -53,6 +53,7 @@ async def test_a_file_names_servers_and_keeps_its_last_word(tmp_path):
     path.write_text("")
     assert await twice() == ["http://a:1"]
     assert not Membership(["http://a:1"], None, list).changes
+    assert Membership(["http://b:1", "http://a:1/", "http://b:1/"], None, list).fixed == ["http://b:1", "http://a:1"]
 
 
 @pytest.mark.parametrize("cut", ["", "http://a:1\n", "http://a:1\nhttp://b:20"])

@@ -1,6 +1,8 @@
 """On-policy distillation: exact advantages, teachers that score the sampled tokens, a student that gets closer."""
 
 import asyncio
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from megatron_dapo.config.algorithm import DistillationConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.teacher import Teacher, open_teacher
+from megatron_dapo.errors import EngineError
 from megatron_dapo.trainer.advantages import shape_batch
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
 
@@ -140,6 +143,23 @@ def test_a_teacher_with_the_policys_weights_agrees_with_the_engine(folder):
     ours = Sample("p", 0, prompt, made.tokens, made.logprobs, FinishReason.STOP)
     score({"model": str(folder)}, [ours])
     np.testing.assert_allclose(ours.teacher_logprobs, made.logprobs, atol=1e-5)
+
+
+def test_a_token_that_the_teacher_does_not_have_costs_the_sample_and_not_the_run(folder, caplog):
+    """Qwen2.5-7B has 152064 tokens, and the smaller ones 151936."""
+    made = [sample(i, [-1.0, -1.0], None) for i in range(2)]
+    made[1].response_tokens[1] = 4999
+    score({"model": str(folder), "retries": 0}, made)
+    assert len(made[0].teacher_logprobs) == 2 and made[1].teacher_logprobs is None
+    assert "token 4999" in caplog.text
+
+
+def test_a_teacher_that_cannot_be_loaded_is_an_error_of_the_setting(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(EngineError, match=r"algorithm.distillation.model: cannot load a model from .*/model"):
+        score({"model": str(tmp_path / "model")}, [])
 
 
 async def test_an_sglang_teacher_scores_the_response_and_nothing_else(monkeypatch):

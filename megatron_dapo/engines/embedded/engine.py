@@ -102,7 +102,7 @@ class EmbeddedEngine:
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of many kinds, such as SafetensorError
             raise EngineError(f"embedded engine: cannot load a model and its tokenizer from {path}: {error}") from error
         return cls(model, tokenizer, config, pause_mode=pause_mode)
 

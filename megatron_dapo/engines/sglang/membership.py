@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class Membership:
     def __init__(self, urls: Sequence[str], key: str | None, status: Callable[[], list[dict[str, Any]]]) -> None:
         """`key`: of the servers; whoever has it may add servers. `status`: what GET /servers replies."""
-        self.fixed = [url.rstrip("/") for url in urls if not is_source(url)]
+        self.fixed = list(dict.fromkeys(url.rstrip("/") for url in urls if not is_source(url)))
         self._sources = [urlsplit(url) for url in urls if is_source(url)]
         self._key = key
         self._status = status
