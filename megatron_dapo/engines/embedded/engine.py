@@ -146,10 +146,6 @@ class EmbeddedEngine:
                     request.aborted = True
             self._changed.notify()
 
-    async def _abort_all(self) -> None:
-        await self.abort()
-        await self._until(lambda: not self._any_aborted())
-
     def _any_aborted(self) -> bool:
         return any(request.aborted for request in (*self._waiting, *self._running))
 
@@ -165,7 +161,8 @@ class EmbeddedEngine:
         with self._changed:
             self._updating, self._broken = True, ""
         if self._pause_mode == "abort":
-            await self._abort_all()
+            await self.abort()
+            await self._until(lambda: not self._any_aborted())
         await self._until(lambda: not self._computing)
         loader, failure, cause = WeightLoader(self._model.model), "", None
         try:

@@ -299,13 +299,12 @@ class SGLangEngine:
             version, server = self._version, None
             if not aborted():
                 server = await self._balancer.acquire(request_id, key, version, self.patience, failed_on)
-            if self._adapters and version != self._version and not aborted():
+            replaced = self._adapters and version != self._version
+            if server is None or aborted() or replaced:
                 if server is not None:
                     self._balancer.release(server)
-                continue  # an adapter came while it waited: it starts with that
-            if server is None or aborted():
-                if server is not None:
-                    self._balancer.release(server)
+                if replaced and not aborted():
+                    continue  # an adapter came while it waited: it starts with that
                 self._aborted.discard(request_id)
                 return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
             name = f"{request_id}-try{attempt}" if attempt else request_id

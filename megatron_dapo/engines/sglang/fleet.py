@@ -204,7 +204,9 @@ class Fleet(Supervision):
         try:
             while True:
                 try:
-                    known = _healthy(await router.get("/readiness", tries=1), wanted)
+                    reply = await router.get("/readiness", tries=1)
+                    # A router that reports no number is taken to know all.
+                    known = int(reply.get("healthy_workers", wanted)) if isinstance(reply, dict) else wanted
                     if known >= wanted:
                         return
                     last = f"it knows {known} of {wanted} servers"
@@ -257,8 +259,3 @@ class Fleet(Supervision):
         await wait_all({name: server.close() for name, server in self._servers.items()})
         await wait_all({str(index): client.close() for index, client in enumerate(self.client_processes)})
         await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})
-
-
-def _healthy(reply: Any, wanted: int) -> int:
-    """A router that reports no number is taken to know all."""
-    return int(reply.get("healthy_workers", wanted)) if isinstance(reply, dict) else wanted

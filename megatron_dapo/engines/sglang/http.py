@@ -230,7 +230,7 @@ async def wait_for_living(
     """As `wait_all`, but nobody waits for a dead server. Once a call has succeeded, a server that does not even answer
     (`answers`) within PROBE_SECONDS is `Unresponsive`; one that does has `grace` seconds more."""
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-    waiting, dead, living = set(tasks.values()), set[str](), False
+    waiting, missing, living = set(tasks.values()), dict[str, str](), False
     clock, pause, deadline = asyncio.get_running_loop().time, PROBE_PAUSE, float("inf")
     try:
         while waiting and clock() < deadline:
@@ -243,26 +243,17 @@ async def wait_for_living(
                 continue
             pause = min(1.0, 2 * pause)
             asked = [name for name, task in tasks.items() if task in waiting]
-            replies = await wait_all({name: _within(answers[name](), PROBE_SECONDS) for name in asked})
-            silent = [name for name in failures(replies) if tasks[name] in waiting and not tasks[name].done()]
-            dead |= set(silent)
-            for name in silent:
-                tasks[name].cancel()
-                waiting.discard(tasks[name])
+            replies = await wait_all({name: asyncio.wait_for(answers[name](), PROBE_SECONDS) for name in asked})
+            for name in failures(replies):
+                if tasks[name].cancel():  # it had not ended
+                    waiting.discard(tasks[name])
+                    missing[name] = "it does not answer"
     finally:  # also when this is cancelled
         for task in waiting:
             task.cancel()
-    late = {name for name, task in tasks.items() if task in waiting}
+    missing |= {name: f"no reply {grace:g} s after the other servers'" for name in tasks if tasks[name] in waiting}
     results = await wait_all(tasks)
-    for name in late | dead:
-        why = "it does not answer" if name in dead else f"no reply {grace:g} s after the other servers'"
-        results[name] = Unresponsive(f"server {name}: {why}")
-    return results
-
-
-async def _within(call: Awaitable[None], seconds: float) -> None:
-    async with asyncio.timeout(seconds):
-        await call
+    return results | {name: Unresponsive(f"server {name}: {why}") for name, why in missing.items()}
 
 
 async def all_of(*calls: Awaitable[Any]) -> list[Any]:

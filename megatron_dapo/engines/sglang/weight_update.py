@@ -125,11 +125,7 @@ class WeightUpdater:
         for server in again:
             log.warning("weight version %d, given from the snapshot: %s", version, failed[server.name])
         results = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
-        for server in again:
-            if isinstance(error := results[server.name], BaseException):
-                failed[server.name] = error
-            else:
-                del failed[server.name]
+        failed = {name: error for name, error in failed.items() if name not in results} | failures(results)
         for server in servers:
             if server.name not in failed:
                 server.state.served(version)
