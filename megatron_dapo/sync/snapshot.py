@@ -168,11 +168,16 @@ class Snapshot:
     def _claim(self) -> None:
         """Creates the directory of this process; it has its name only after its lock is taken."""
         unnamed = self._root.with_name(f".{self._root.name}")
-        unnamed.mkdir(mode=0o700, parents=True)  # /dev/shm is everybody's
-        self._lock = os.open(unnamed / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        unnamed.mkdir(mode=0o700, parents=True, exist_ok=True)  # /dev/shm is everybody's
+        lock = os.open(unnamed / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(self._root)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            unnamed.rename(self._root)
+        except OSError:
+            os.close(lock)
+            raise
+        self._lock = lock
 
     def begin(self, version: int, *, background: bool = False) -> None:
         """`background`: `commit` may return before the files exist; `wait` returns when they do."""

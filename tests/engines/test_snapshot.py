@@ -169,6 +169,21 @@ def own_a_snapshot(directory, pipe):
     time.sleep(100)
 
 
+@pytest.mark.parametrize("step", ["open", "rename"])
+def test_a_disk_that_was_full_at_the_first_version_has_the_next_one(tmp_path, monkeypatch, step):
+    """The directory is claimed by a lock file in it, and only then has its name."""
+    owner, snapshot = os if step == "open" else Path, Snapshot(tmp_path, "")
+    with monkeypatch.context() as full:
+        full.setattr(owner, step, mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(EngineError, match="No space left"):
+            snapshot.begin(1)
+    snapshot.begin(2)
+    snapshot.add([("a", torch.ones(4))])
+    assert snapshot.commit().is_dir() and (snapshot._root / LOCK).exists()
+    snapshot.close()
+    assert not [*tmp_path.iterdir()]
+
+
 def test_only_snapshots_of_dead_processes_are_removed(tmp_path):
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(2)]
