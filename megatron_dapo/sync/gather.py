@@ -174,12 +174,8 @@ class WeightBuckets:
 
     def _receiver_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
         """Collective: the groups in which owners pass buckets on."""
-        found: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for plan in self.plans:
-            ranks = tuple(sorted({plan.owner, *plan.receivers}))
-            if len(ranks) > 1 and ranks not in found:
-                found[ranks] = dist.new_group(list(ranks))
-        return found
+        members = dict.fromkeys(tuple(sorted({plan.owner, *plan.receivers})) for plan in self.plans)
+        return {ranks: dist.new_group(list(ranks)) for ranks in members if len(ranks) > 1}
 
     @property
     def senders(self) -> list[int]:
