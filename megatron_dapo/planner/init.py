@@ -12,7 +12,7 @@ from megatron_dapo.config import Config, ConfigError, check_config, parse_config
 from megatron_dapo.config.base import dump_yaml
 from megatron_dapo.config.importing import nested, write_or_print
 from megatron_dapo.config.load import apply_overrides
-from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.hardware import cluster_of
 from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import Plan, make_plan
 from megatron_dapo.planner.search import KEYS
@@ -40,7 +40,7 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
     name = Path(model.partition("@")[0]).name.lower()
     found.setdefault("trainer.run_dir", f"runs/{name}")
     file = output or "run.yaml"
-    start = f"megatron-dapo {'slurm' if slurm or gpus > GPUS_PER_NODE else 'train'} {file}"
+    start = f"megatron-dapo {'slurm' if slurm or found.get('slurm.nodes', 1) > 1 else 'train'} {file}"
     lines = [f"# Made by `megatron-dapo init` for {model} on {_machine(gpus, gpu)}."]
     if plan is not None:
         seconds, chosen = plan.step_seconds, plan.chosen
@@ -57,8 +57,9 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
 def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> tuple[dict[str, Any], Plan | None]:
     """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
     recipe: dict[str, Any] = {"policy.model": model, "data.path": data, "algorithm.overlong.penalty": "soft"}
-    recipe |= (SMALL if gpus < LARGE else {}) | _machine_settings(gpus)
-    if isinstance(given := apply_overrides({}, settings).get("rollout", {}).get("max_response_tokens"), int):
+    per_node = _given("slurm.gpus_per_node", settings) or min(gpus, GPUS_PER_NODE)
+    recipe |= (SMALL if gpus < LARGE else {}) | _machine_settings(gpus, per_node)
+    if given := _given("rollout.max_response_tokens", settings):
         recipe["algorithm.overlong.cache_length"] = max(1, given // 4)
     config = _config(recipe, settings)
     shape = model_shape(config.policy.model)
@@ -71,15 +72,15 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
         if not gpus:
             check_config(config, shape=shape)
             return recipe, None
-        cluster = Cluster(find_gpu(gpu), gpus, min(gpus, GPUS_PER_NODE))
+        cluster = cluster_of(config.slurm, gpu, gpus)
         plan = make_plan(config, shape, cluster, Workload.of(config), choose=True)
         if not plan.fits and not config.policy.model_fields_set.isdisjoint(KEYS):  # may leave less memory free
             plan = make_plan(config, shape, cluster, Workload.of(config))
         if plan.fits and plan.chosen is not None:
             recipe |= plan.chosen.changes(config)
-            if plan.chosen.engine is not None and gpus <= GPUS_PER_NODE:
+            if plan.chosen.engine is not None and gpus == per_node:
                 recipe["rollout.servers.count"] = gpus // plan.chosen.engine.tensor_parallel
-            check_config(_config(recipe, settings), gpus, shape)
+            check_config(_config(recipe, settings), cluster.trainer_gpus, shape)
             return recipe, plan
     raise ConfigError(
         f"{model} does not fit on {_machine(gpus, gpu)}: {'; '.join(plan.problems)}. Use more GPUs, a smaller "
@@ -91,21 +92,28 @@ def _config(recipe: dict[str, Any], settings: list[str]) -> Config:
     return parse_config(apply_overrides(nested(recipe), settings))
 
 
-def _machine_settings(gpus: int) -> dict[str, Any]:
+def _given(key: str, settings: list[str]) -> int | None:
+    """The whole number that the settings give this key."""
+    value: Any = apply_overrides({}, settings)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def _machine_settings(gpus: int, per_node: int) -> dict[str, Any]:
     """Trainer and engines share all GPUs; without one, the embedded engine."""
     if not gpus:
         return {
             "rollout.engine": "embedded", "policy.precision": "fp32", "trainer.prompts_per_step": 8,
             "trainer.mini_batch_prompts": 4, "policy.micro_batch_tokens": 4096, "slurm.gpus_per_node": 0,
         }  # fmt: skip
-    nodes = -(-gpus // GPUS_PER_NODE)
-    if nodes > 1 and gpus % GPUS_PER_NODE:
-        raise ConfigError(f"--gpus is {gpus}: above {GPUS_PER_NODE}, name a multiple of it")
+    if gpus % per_node:
+        raise ConfigError(f"--gpus is {gpus}: name a multiple of the {per_node} in a node (slurm.gpus_per_node)")
     found: dict[str, Any] = {
         "rollout.engine": "sglang", "rollout.servers.share_gpus": True, "rollout.weights.transport": "tensor",
-        "slurm.nodes": nodes, "slurm.gpus_per_node": min(gpus, GPUS_PER_NODE),
+        "slurm.nodes": gpus // per_node, "slurm.gpus_per_node": per_node,
     }  # fmt: skip
-    if nodes > 1:
+    if gpus > per_node:
         found["rollout.weights.keep_snapshot"] = False
     return found
 

@@ -117,6 +117,35 @@ def test_a_layout_that_is_given_is_planned_or_refused(tmp_path, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["policy"] == chosen
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["slurm.engine_nodes=1", "rollout.servers.share_gpus=false", "rollout.weights.transport=distributed"],
+        ["slurm.gpus_per_node=4"],
+    ],
+)
+def test_nodes_that_are_given_are_planned(settings, tmp_path, capsys):
+    """What init predicts is what plan says of the file: engines on a node of their own, and nodes of four GPUs."""
+    file = tmp_path / "run.yaml"
+    words = ["init", "--model", "Qwen2.5-7B", "--data", "p.jsonl", "--gpus", "16", "--output", str(file)]
+    assert main([*words, *settings]) == 0
+    assert capsys.readouterr().out and main(["plan", str(file), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert f"Predicted: {plan['step_seconds']:.0f} s a step" in file.read_text() and plan["gpus"] == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["--set", "rollout=5"], "rollout"),
+        (["slurm.gpus_per_node=3"], "--gpus is 8: name a multiple of the 3"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, said, capsys):
+    assert main(["init", "--model", "Qwen2.5-0.5B", "--data", "p.jsonl", "--gpus", "8", *settings]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_config_diff(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("trainer: {steps: 7}\npolicy: {model: m}\n")
