@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import math
 import re
 import sys
 import warnings
@@ -53,14 +54,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def at_least(least: float, kind: type[Any] = int) -> Callable[[str], Any]:
-    """The type of an argument that must not be smaller."""
+    """The type of an argument that must be finite and not smaller."""
 
     def number(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not value >= least:
+        if value is None or not least <= value < math.inf:
             whole = "whole number" if kind is int else "number"
             raise argparse.ArgumentTypeError(f"{text!r} is not a {whole} of at least {least:g}")
         return value

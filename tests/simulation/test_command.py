@@ -55,6 +55,9 @@ def test_a_sweep_ranks_every_combination(capsys):
     found = json.loads(capsys.readouterr().out)
     assert [item["setting"]["rollout.sampler.unfinished"] for item in found] == ["finish", "finish"] + ["continue"] * 2
     assert all(item["step_seconds"] > item["training_seconds"] for item in found)
+    assert main([*COMMAND, *sweep[:2], "--sweep", "rollout.sampler.unfinished=drop", "--json"]) == 0
+    again = [item["setting"]["rollout.sampler.unfinished"] for item in json.loads(capsys.readouterr().out)]
+    assert again == ["finish", "continue", "drop"]
     # Colocated engines have four GPUs instead of two, but the trainer's state is handed over.
     colocated, split = found[0], found[1]
     assert split["collecting_seconds"] > colocated["collecting_seconds"]

@@ -56,8 +56,12 @@ def test_joiners_take_work_at_once():
 
 
 def test_the_last_server_does_not_die():
-    found = run(Incidents(changes=((1.0, -9),)), replace(EQUAL, prompts=2), steps=1, **FINISH)
+    """Of two servers, two may die when another one joins at the same time."""
+    deaths = Incidents.of([], [], ["3@1", "3@2"], ["3@2"], 0.0, 1, None)
+    found = run(deaths, replace(EQUAL, prompts=2), steps=1, **FINISH)
     assert found.steps[0].trained_tokens == 2 * 8 * 1024
+    with pytest.raises(UserError, match="of 4 servers, none is left after 2 s"):
+        run(Incidents(changes=((1.0, -3), (2.0, -1))))
 
 
 def test_tools_add_their_time_and_use_no_engine():
@@ -93,13 +97,20 @@ def test_the_command_has_the_flags(capsys):
     for words, said in (
         (["--slow", "1"], "--slow 1: expected SERVERS:VALUE"),
         (["--slow", "9:0.5"], "name more servers than the fleet has: 2"),
+        (["--slow", "1:inf"], "--slow 1:inf: expected SERVERS:VALUE"),
         (["--dies", "1@soon"], "--dies 1@soon: expected SERVERS@VALUE"),
+        (["--dies", "1@-3"], "--dies 1@-3: expected SERVERS@VALUE"),
+        (["--joins", "1@nan"], "--joins 1@nan: expected SERVERS@VALUE"),
+        (["--dies", "2@9"], "of 2 servers, none is left after 9 s"),
         (["--mixed", "1:h1000"], "unknown GPU 'h1000'"),
         (["--kept-end", "2"], "--kept-end is 2"),
         (["--pareto", "0.5"], "--pareto is 0.5"),
     ):
         assert main([*COMMAND, "--set", "rollout.max_response_tokens=1024", *words]) == 2, words
         assert said in capsys.readouterr().err, words
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--tool-seconds", "inf"])
+    assert "'inf' is not a number of at least 0" in capsys.readouterr().err
 
 
 def test_impossible_speeds_are_refused():

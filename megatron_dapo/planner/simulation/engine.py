@@ -143,9 +143,9 @@ class SimulatedEngine:
         return len(self.model.alive) * self.fleet.max_running
 
     def change_servers(self, count: int) -> None:
-        """`count` servers join; if it is negative, the first ones die. One always remains."""
+        """`count` servers join; if it is negative, the first ones die."""
         self._advance()
-        for index in self.model.alive[: min(-count, len(self.model.alive) - 1)] if count < 0 else ():
+        for index in self.model.alive[: max(0, -count)]:
             self.model.fail(index)
         for _ in range(count):
             self.trace.append([(self._loop.time(), 0)])

@@ -6,10 +6,12 @@ they generated is lost. A joiner is like the configured servers.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+from megatron_dapo.arguments import at_least
 from megatron_dapo.errors import UserError
 from megatron_dapo.planner.generation import Fleet, ServerKind
 from megatron_dapo.planner.server_model import DecodeModel
@@ -38,12 +40,10 @@ class Incidents:
 
     def __post_init__(self) -> None:
         for count, speed in self.slow:
-            if count < 1 or speed <= 0:
-                raise UserError(f"--slow {count}:{speed:g}: both numbers must be above 0")
+            if speed <= 0:
+                raise UserError(f"--slow {count}:{speed:g}: the speed must be above 0")
         if self.kept_end is not None and not 0 < self.kept_end <= 1:
             raise UserError(f"--kept-end is {self.kept_end:g}: expected a share above 0 and at most 1")
-        if self.tools.seconds < 0 or self.tools.calls < 1:
-            raise UserError("--tool-seconds must not be negative, and --tool-calls at least 1")
 
     @classmethod
     def of(
@@ -56,12 +56,12 @@ class Incidents:
         tool_calls: int,
         kept_end: float | None,
     ) -> Incidents:
-        changes = [(seconds, -count) for count, seconds in _pairs("--dies", dies, "@", float)]
-        changes += [(seconds, count) for count, seconds in _pairs("--joins", joins, "@", float)]
+        changes = [(seconds, -count) for count, seconds in _pairs("--dies", dies, "@", at_least(0, float))]
+        changes += [(seconds, count) for count, seconds in _pairs("--joins", joins, "@", at_least(0, float))]
         return cls(
-            slow=_pairs("--slow", slow, ":", float),
+            slow=_pairs("--slow", slow, ":", at_least(0, float)),
             mixed=_pairs("--mixed", mixed, ":", str),
-            changes=tuple(sorted(changes)),
+            changes=tuple(sorted(changes, key=lambda change: (change[0], -change[1]))),  # who joins comes first
             tools=Tools(tool_seconds, tool_calls),
             kept_end=kept_end,
         )
@@ -83,6 +83,11 @@ class Incidents:
         ] + [replace(of_gpu(name), servers=count) for count, name in self.mixed]  # fmt: skip
         if sum(kind.servers for kind in kinds) > fleet.servers:
             raise UserError(f"--slow and --mixed name more servers than the fleet has: {fleet.servers}")
+        left = fleet.servers
+        for seconds, count in self.changes:
+            left += count
+            if left < 1:
+                raise UserError(f"--dies: of {fleet.servers} servers, none is left after {seconds:g} s; one must stay")
         return replace(fleet, others=tuple(kinds))
 
 
@@ -100,13 +105,10 @@ def slower(decode: DecodeModel, speed: float) -> DecodeModel:
 def _pairs(flag: str, texts: list[str], separator: str, kind: Callable[[str], T]) -> tuple[tuple[int, T], ...]:
     found = []
     for text in texts:
-        count, _, value = text.partition(separator)
         try:
-            pair = (int(count), kind(value)) if value else None
-        except ValueError:
-            pair = None
-        if pair is None or pair[0] < 1:
+            count, value = text.split(separator, 1)
+            found.append((at_least(1)(count), kind(value)))
+        except (ValueError, ArgumentTypeError):
             example = {"--slow": "1:0.3", "--mixed": "4:a100"}.get(flag, "2@600")
-            raise UserError(f"{flag} {text}: expected SERVERS{separator}VALUE, for example {flag} {example}")
-        found.append(pair)
+            raise UserError(f"{flag} {text}: expected SERVERS{separator}VALUE, for example {flag} {example}") from None
     return tuple(found)

@@ -274,7 +274,7 @@ def parse_sweep(texts: list[str]) -> dict[str, list[str]]:
         key, equals, values = text.partition("=")
         if not equals or not values:
             raise UserError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
-        found[key] = values.split(",")
+        found[key] = [*found.get(key, ()), *values.split(",")]
         if key == SPLIT and not all(value.strip().isdecimal() for value in found[key]):
             raise UserError(f"--sweep {text}: expected numbers of GPUs, for example {SPLIT}=32,64")
     return found
