@@ -86,6 +86,12 @@ def run_layouts(
     console = table_console(columns=220, quiet=rendezvous.rank != 0)
     if random is not None and in_job:
         raise UserError("--random draws layouts of different sizes: run it without torchrun")
+    if random is not None and variants != ALL_MODELS:
+        raise UserError(
+            "--random draws models, in fp32 on torch layers: leave out --models, --dtype, --fp8 and --layers"
+        )
+    if settings.json and rendezvous.rank == 0 and not settings.json.parent.is_dir():
+        raise UserError(f"--json {settings.json}: there is no directory {settings.json.parent}")
     ranks = rendezvous.world_size if in_job else None
     cases = random_cases(random, seed) if random else _chosen(names, ranks, console, variants)
     title = f"{random} random cases, seed {seed}" if random else ""

@@ -234,6 +234,8 @@ def test_a_case_that_takes_too_long_is_no_failed_comparison(monkeypatch, capsys)
         (["--layouts", "tp2", "--dtype", "fp16"], "--dtype: unknown fp16; choose from fp32, bf16"),
         (["--layouts", "tp2sp", "--fp8", "blockwise"], "policy.fp8.recipe: blockwise needs --layers te"),
         (["--layouts", "dp2+replay", "--models", "dense"], "none of the chosen models fits it"),
+        (["--random", "1", "--dtype", "bf16"], "--random draws models, in fp32 on torch layers"),
+        (["--layouts", "single", "--models", "dense", "--json", "nowhere/table.json"], "there is no directory nowhere"),
     ],
 )
 def test_a_variant_that_cannot_exist_is_one_line_and_exit_code_2(arguments, message, capsys):
