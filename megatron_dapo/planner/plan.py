@@ -203,8 +203,6 @@ def make_plan(
     choose: bool = False,
 ) -> Plan:
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit; what is set stays."""
-    if not 0 < mfu <= 1:
-        raise UserError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
     task = task_of(config, shape, cluster, work, mfu, layers)
     planner = Planner(config, task)
     found = list(search.candidates(task, config.policy))
@@ -355,6 +353,8 @@ class Planner:
 def task_of(
     config: Config, shape: ModelShape, cluster: Cluster, work: Workload, mfu: float, layers: Layers = "te"
 ) -> Task:
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually {DEFAULT_MFU}")
     critic = None
     if config.uses_critic:
         own = model_shape(config.critic.model, "critic.model") if config.critic.model else shape

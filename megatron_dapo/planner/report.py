@@ -194,6 +194,8 @@ def _print_ranking(plan: Plan, console: Console, top: int) -> None:
 
 
 def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
+    if not modes:
+        return console.print(f"No division of {cluster.gpus} × {cluster.gpu.name} between trainer and engines fits")
     table = make_table(
         "Ways to divide the GPUs, fastest first; servers with the best TP and max_running at full speed", "engines",
         ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",

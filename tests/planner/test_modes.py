@@ -52,3 +52,8 @@ def test_the_table_names_the_settings(command, capsys):
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "colocated" in said and "3 GPUs serve" in said and "best TP and max_running" in said
+
+
+def test_no_division_fits(command, capsys):
+    assert main([*command, "--gpu-memory", "8"]) == 1
+    assert "No division of 4 × h100 between trainer and engines fits" in capsys.readouterr().out

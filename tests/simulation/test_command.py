@@ -108,6 +108,10 @@ def test_impossible_settings_are_named(capsys):
     assert "0 of 16 groups were kept" in capsys.readouterr().err
     assert main([*COMMAND, "--set", "rollout.engine=embedded"]) == 2
     assert "only SGLang servers are simulated" in capsys.readouterr().err
+    assert main([*COMMAND, "--set", "rollout.servers.tensor_parallel=3"]) == 2
+    assert "rollout.servers.tensor_parallel is 3: it must divide" in capsys.readouterr().err
+    assert main([*COMMAND, "--mfu", "0"]) == 2
+    assert "--mfu is 0.0" in capsys.readouterr().err
     assert main([*COMMAND, "--from", "nowhere"]) == 2
     assert "no such directory" in capsys.readouterr().err
 

@@ -25,8 +25,8 @@ from megatron_dapo.planner.engine import fleet_of, plan_engine
 from megatron_dapo.planner.generation import Fleet, ServerKind, part_of
 from megatron_dapo.planner.hardware import Cluster, cluster_of, find_gpu
 from megatron_dapo.planner.models import model_shape
-from megatron_dapo.planner.plan import step_phases, task_of
-from megatron_dapo.planner.search import judge, why_illegal
+from megatron_dapo.planner.plan import Planner, step_phases, task_of
+from megatron_dapo.planner.search import judge
 from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function
 from megatron_dapo.planner.simulation.incidents import NONE, Incidents
 from megatron_dapo.planner.workload import Workload
@@ -305,10 +305,10 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     if inputs.from_run:
         work = from_run(inputs.from_run, work)
     task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
-    if reason := why_illegal(task, config.policy):
+    if reason := Planner(config, task).why_not():
         raise UserError(reason)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
-    if not engine.fits or not engine.servers:
+    if not engine.fits:
         raise UserError(f"an engine of {engine.tensor_parallel} GPUs does not fit; see megatron-dapo plan")
     fleet = fleet_of(task.shape, engine, config.rollout, cluster)
 
