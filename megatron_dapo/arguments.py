@@ -127,8 +127,10 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=module)
 
 
-def table_console(*, columns: int = 100, quiet: bool = False) -> Console:
-    """`columns`: of a file or pipe, for which rich would take 80 and cut words."""
+def table_console(*, columns: int = 100, quiet: bool = False, markup: bool = False) -> Console:
+    """`columns`: of a file or pipe, for which rich would take 80 and cut words. `markup`: [red] is a style."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else columns, highlight=False, quiet=quiet)
+    return Console(
+        width=None if sys.stdout.isatty() else columns, highlight=False, markup=markup, emoji=False, quiet=quiet
+    )

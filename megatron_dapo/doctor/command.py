@@ -88,7 +88,7 @@ def run(
     else:
         found = make(load_config(config, overrides), config is not None)
     checks: list[Check] = []
-    console = table_console()
+    console = table_console(markup=True)
     for probe in _choose(found, only):  # one after the other, so that none disturbs the measured write speed
         checks.append(examine(probe, timeout))
         if not as_json:

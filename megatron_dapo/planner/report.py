@@ -53,7 +53,7 @@ def print_plan(plan: Plan, console: Console, top: int = 8) -> None:
     _print_ranking(plan, console, top)
     console.print("\nAssumptions", style="bold")
     for line in plan.assumptions:
-        console.print(f"· {line}", highlight=False)
+        console.print(f"· {line}")
 
 
 def _print_model(plan: Plan, console: Console) -> None:
@@ -61,8 +61,7 @@ def _print_model(plan: Plan, console: Console) -> None:
     active = f", {p.active / 1e9:.2f} B active per token" if shape.is_moe else ""
     console.print(
         f"{shape.architecture}, {shape.layers} layers × {shape.hidden}, vocabulary {shape.vocab}: "
-        f"{p.total:,} parameters ({p.total / 1e9:.2f} B{active})",
-        highlight=False,
+        f"{p.total:,} parameters ({p.total / 1e9:.2f} B{active})"
     )
 
 
@@ -74,21 +73,21 @@ def _print_verdict(plan: Plan, console: Console) -> None:
         engine = plan.chosen.engine
         with_engines = f" with engines of TP{engine.tensor_parallel}" if engine else ""
         line = f"FITS on {gpus} as {layout}{with_engines}: the fullest rank uses {used:.1f} of {limit:.1f} GiB"
-        console.print(line, style="bold green", highlight=False)
+        console.print(line, style="bold green")
         if used > (1 - MARGIN) * limit:
             console.print(
                 f"Tight: less than {MARGIN:.0%} of the memory is free, which is as much as a predicted peak may be off",
-                style="yellow", highlight=False,
-            )  # fmt: skip
+                style="yellow",
+            )
         return
-    console.print(f"DOES NOT FIT on {gpus} as {layout}", style="bold red", highlight=False)
+    console.print(f"DOES NOT FIT on {gpus} as {layout}", style="bold red")
     for problem in plan.problems:
-        console.print(f"· {problem}", highlight=False)
+        console.print(f"· {problem}")
     if plan.changes is None:
-        console.print("No layout fits: use more or larger GPUs, shorter sequences, or a smaller model", highlight=False)
+        console.print("No layout fits: use more or larger GPUs, shorter sequences, or a smaller model")
     else:
         flags = " ".join(f"--set {item}" for item in as_settings(plan.changes))
-        console.print(f"Smallest change that fits: {flags}", highlight=False)
+        console.print(f"Smallest change that fits: {flags}")
 
 
 def make_table(title: str, *columns: str) -> Table:
@@ -159,8 +158,7 @@ def _print_time(plan: Plan, console: Console) -> None:
     low, high = (plan.days * factor for factor in LIKELY)
     console.print(
         f"The run: {plan.steps:,} steps (trainer.steps), {plan.gpu_hours:,.0f} GPU-hours, {plan.days:.1f} days (likely "
-        f"{low:.1f} to {high:.1f})",
-        highlight=False,
+        f"{low:.1f} to {high:.1f})"
     )
 
 

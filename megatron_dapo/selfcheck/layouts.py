@@ -83,7 +83,7 @@ def run_layouts(
     """The command: prints one line per case; returns 0 when all are within their limits, else 1."""
     rendezvous = Rendezvous.from_environment()
     in_job = rendezvous.world_size > 1
-    console = table_console(columns=220, quiet=rendezvous.rank != 0)
+    console = table_console(columns=220, quiet=rendezvous.rank != 0, markup=True)
     if random is not None and in_job:
         raise UserError("--random draws layouts of different sizes: run it without torchrun")
     if random is not None and variants != ALL_MODELS:
@@ -108,7 +108,7 @@ def run_layouts(
         def progress(text: str) -> None:
             status.update(escape(text))
             if (random or in_job) and not console.is_terminal:
-                console.print(text, highlight=False, markup=False)
+                console.print(text, markup=False)
 
         if in_job:
             check_one = _CheckInJob(rendezvous, settings, cases, report)
@@ -144,7 +144,7 @@ def _chosen(
         raise next(iter(left_out.values()))
     for name, why in left_out.items():
         text = str(why).removeprefix(f"layout {name!r}: ")
-        console.print(f"layout {name} is left out: {escape(text)}", highlight=False)
+        console.print(f"layout {name} is left out: {escape(text)}")
     return cases
 
 
@@ -392,12 +392,11 @@ def print_results(console: Console, results: Sequence[Result], tolerance: float,
     counts = {status: sum(r.status == status for r in results) for status in ("FAIL", "ERROR", "TIMEOUT")}
     text = f"{len(results)} cases, {counts['FAIL'] + counts['ERROR']} failed, {counts['TIMEOUT']} timed out"
     worst = max((r.difference.gradients for r in results if r.difference is not None), default=float("nan"))
-    console.print(f"{text}; largest difference of a gradient {worst:.1e}", highlight=False)
+    console.print(f"{text}; largest difference of a gradient {worst:.1e}")
     console.print(
         f"limits: {tolerance:g} (weights and the gradients of later updates {tolerance * AFTER_ADAM_FACTOR:g}, after "
         f"Adam), or {NOISE_FACTOR:g} × the noise of the tensor in one process: other micro-batches and, in bf16 and "
-        "fp8, the difference to fp32",
-        highlight=False,
+        "fp8, the difference to fp32"
     )
     users: dict[str, list[str]] = {}
     for result in results:
@@ -408,7 +407,7 @@ def print_results(console: Console, results: Sequence[Result], tolerance: float,
     for kernels, names in users.items():
         some = list(dict.fromkeys(names))
         more = f" and {len(some) - 4} more" if len(some) > 4 else ""
-        console.print(f"kernels of {', '.join(some[:4])}{more}: {kernels}", highlight=False, markup=False)
+        console.print(f"kernels of {', '.join(some[:4])}{more}: {kernels}", markup=False)
 
 
 def _row(result: Result) -> list[str]:

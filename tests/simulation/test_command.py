@@ -100,6 +100,10 @@ def test_impossible_settings_are_named(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "tensor_parallel 3: policy.tensor_parallel is 3, but the model has" in said
     assert "tensor_parallel 4: 2 ranks cannot hold" in said
+    recomputed = ["--set", "policy.recompute=selective", "--sweep", "policy.recompute_modules=[mlp],[nothing]"]
+    assert main([*COMMAND, *recomputed]) == 0
+    said = capsys.readouterr().out
+    assert "[mlp]" in said and "recompute_modules [nothing]: --set" in said  # not a style of the table
     assert main([*COMMAND, "--sweep", "policy.tensor_parallel"]) == 2
     assert "expected KEY=VALUE" in capsys.readouterr().err
     assert main([*COMMAND, "--sweep", "engine_gpus=1,all"]) == 2

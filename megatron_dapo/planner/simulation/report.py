@@ -43,12 +43,11 @@ def print_variants(variants: list[Variant], console: Console) -> None:
     print_table(table, console)
     for variant in variants:
         if variant.problem:
-            console.print(f"· {label(variant)}: {variant.problem}", highlight=False)
+            console.print(f"· {label(variant)}: {variant.problem}")
     console.print(
         "× limit: seconds of collecting a batch over those of engines that are always full, for the same trained "
         "tokens and yield. Utilisation: of the whole step. Waste: tokens in dropped groups. Staleness: of trained "
-        "tokens, in weight versions.",
-        highlight=False,
+        "tokens, in weight versions."
     )
 
 
@@ -61,11 +60,10 @@ def _print_set_up(found: Simulation, parts: int, console: Console) -> None:
         f"{setting.fleet.servers * parts} servers × {setting.fleet.max_running} running, {work.prompts * parts} groups "
         f"× {work.samples_per_prompt} samples of {work.mean_response} tokens ({spread}, at most "
         f"{work.max_response}), {work.kept:.0%} kept; training {setting.training_seconds:,.0f} s, weight update "
-        f"{setting.sync_seconds:,.1f} s{critic}; {len(found.steps)} steps, the last {len(found.counted)} count{part}",
-        highlight=False,
+        f"{setting.sync_seconds:,.1f} s{critic}; {len(found.steps)} steps, the last {len(found.counted)} count{part}"
     )
     if said := setting.incidents.describe():
-        console.print(f"incidents: {said}", highlight=False)
+        console.print(f"incidents: {said}")
 
 
 def variant_json(variant: Variant) -> dict[str, Any]:
