@@ -130,7 +130,7 @@ def _step(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], flo
     phases = [replace(p, seconds=_peer_sync(shape, cluster)) if p.name == "weight sync" else p for p in phases]
     if cluster.colocated:
         phases.append(Phase("turns", PEER_TURN_SECONDS, ""))
-    return {phase.name: phase.seconds for phase in phases}, step_seconds(phases, overlaps=run["staleness"] > 0)
+    return {phase.name: phase.seconds for phase in phases}, step_seconds(phases, cluster, run["staleness"])
 
 
 def _generation(

@@ -66,7 +66,7 @@ def _modes(
         Mode(
             cluster.engine_gpus, staleness, trainer, engine.tensor_parallel, rollout.servers.max_running,
             {phase.name: phase.seconds for phase in phases},
-            step_seconds(phases, overlaps=staleness > 0, apart=not cluster.colocated),
+            step_seconds(phases, cluster, staleness),
         )
         for staleness in ((0,) if cluster.colocated else (0, 1))
     ]  # fmt: skip

@@ -32,22 +32,17 @@ class Phase:
     detail: str
 
 
-def overlaps(config: Config, cluster: Cluster) -> bool:
-    """Whether the next batch is generated while this one trains."""
-    return bool(config.rollout.max_staleness) and not cluster.colocated
-
-
 TRAINING = ("values", "critic", "log-probs", "training")  # phases that engines with GPUs of their own have no part in
 
 
-def step_seconds(phases: list[Phase], overlaps: bool, apart: bool = False) -> float:
-    """`apart`: the engines have GPUs of their own, and generate while the critic makes its updates."""
+def step_seconds(phases: list[Phase], cluster: Cluster, staleness: int) -> float:
+    """Engines with GPUs of their own generate while the critic makes its updates; with `staleness`, while all of the
+    last batch trains."""
     seconds = {phase.name: phase.seconds for phase in phases}
-    generation = seconds.get("generation", 0.0)
-    if overlaps:
-        training = sum(seconds.get(name, 0.0) for name in TRAINING)
-        return max(generation, training) + seconds.get("weight sync", 0.0)
-    return sum(seconds.values()) - (min(generation, seconds.get("critic", 0.0)) if apart else 0.0)
+    if cluster.colocated:
+        return sum(seconds.values())
+    generation, training = seconds.get("generation", 0.0), sum(seconds.get(name, 0.0) for name in TRAINING)
+    return sum(seconds.values()) - min(generation, training if staleness else seconds.get("critic", 0.0))
 
 
 def step_phases(
@@ -227,7 +222,7 @@ def make_plan(
         problems=problems,
         limit=task.limit,
         phases=phases,
-        step_seconds=step_seconds(phases, overlaps=overlaps(config, cluster), apart=not cluster.colocated),
+        step_seconds=step_seconds(phases, cluster, config.rollout.max_staleness),
         steps=config.trainer.steps,
         assumptions=[*_machine(task), *_workload(task, config), *_trainer(task), *_engine(task, config)],
     )  # fmt: skip
@@ -324,7 +319,7 @@ class Planner:
         if not choice.fits:
             return None
         phases = self.phases(self.with_generation(choice))
-        return step_seconds(phases, overlaps(self.config, self.task.cluster), apart=not self.task.cluster.colocated)
+        return step_seconds(phases, self.task.cluster, self.config.rollout.max_staleness)
 
     def problems(self, chosen: Choice | None) -> list[str]:
         """What does not fit, with the part that is too large."""

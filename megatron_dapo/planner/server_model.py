@@ -124,10 +124,10 @@ class ServerModel:
     context: int = 0  # tokens in the KV cache
     backlog: float = 0.0  # seconds of prefill to do
     generated: int = 0
+    running: int = 0  # sequences
     queue: deque[Sequence] = field(default_factory=deque)
     _running: list[tuple[int, int, Sequence]] = field(default_factory=list)  # a heap by end
     _newest: list[tuple[int, Sequence]] = field(default_factory=list)  # in the order of admission
-    _count: int = 0
     _admissions: int = 0
     _pace: tuple[int, float] | None = None  # decoding steps to the next event and the seconds of each, if known
     pace: float = field(init=False)  # seconds of a step of half of what it may run, per sequence: to compare servers
@@ -138,11 +138,7 @@ class ServerModel:
 
     def __len__(self) -> int:
         """Sequences that run or wait here."""
-        return self._count + len(self.queue)
-
-    @property
-    def running(self) -> int:
-        return self._count
+        return self.running + len(self.queue)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -154,9 +150,9 @@ class ServerModel:
 
     def _admit(self) -> None:
         room = self.kv_tokens * (1 - KV_RESERVE)
-        while self.queue and self._count < self.max_running:
+        while self.queue and self.running < self.max_running:
             sequence = self.queue[0]
-            if self._count and self.context + sequence.context + self._count > room:
+            if self.running and self.context + sequence.context + self.running > room:
                 return
             self.queue.popleft()
             self._admissions += 1
@@ -164,7 +160,7 @@ class ServerModel:
             sequence.start, sequence.end = self.tokens, self.tokens + sequence.remaining
             self.context += sequence.context
             self.backlog += sequence.prefill * self.decode.per_prompt_token
-            self._count += 1
+            self.running += 1
             self._pace = None
             heapq.heappush(self._running, (sequence.end, sequence.admission, sequence))
             self._newest.append((sequence.admission, sequence))
@@ -194,12 +190,12 @@ class ServerModel:
         sequence.context += done
         sequence.running = False
         self.context -= sequence.context
-        self._count -= 1
+        self.running -= 1
         self._pace = None
 
     def next_event(self) -> float | None:
         """When the next sequence ends or is retracted; None: nothing runs."""
-        if not self._count:
+        if not self.running:
             return None
         steps, seconds = self._pace or self._find_pace()
         return self.now + self.backlog + (steps - self.part) * seconds
@@ -209,9 +205,9 @@ class ServerModel:
         while not self._alive(self._running[0]):
             heapq.heappop(self._running)
         steps = self._running[0][0] - self.tokens
-        if self._count > 1:
-            steps = min(steps, max(1, (self.kv_tokens - self.context) // self._count))
-        self._pace = steps, self.decode.step(self._count, self.context + self._count * steps / 2)
+        if self.running > 1:
+            steps = min(steps, max(1, (self.kv_tokens - self.context) // self.running))
+        self._pace = steps, self.decode.step(self.running, self.context + self.running * steps / 2)
         return self._pace
 
     @staticmethod
@@ -225,7 +221,7 @@ class ServerModel:
         while (event := self.next_event()) is not None and event <= time:
             self._advance(event)
             ended += self._finish()
-            if self._count > 1 and self.context + self._count > self.kv_tokens:
+            if self.running > 1 and self.context + self.running > self.kv_tokens:
                 self._retract()
             self._admit()
             if ended and event == time:  # the next event is later: every decoding step takes time
@@ -237,7 +233,7 @@ class ServerModel:
     def _advance(self, time: float) -> None:
         """To `time`, at which at most one event happens."""
         seconds = time - self.now
-        if self._count and seconds > 0:
+        if self.running and seconds > 0:
             done = min(self.backlog, seconds)
             self.backlog -= done
             seconds -= done
@@ -247,8 +243,8 @@ class ServerModel:
             self.part = max(0.0, exact - steps) if steps < most else 0.0
             if steps:
                 self.tokens += steps
-                self.context += steps * self._count
-                self.generated += steps * self._count
+                self.context += steps * self.running
+                self.generated += steps * self.running
                 self._pace = None
         self.now = max(self.now, time)
 
@@ -264,7 +260,7 @@ class ServerModel:
 
     def _retract(self) -> None:
         """The newest sequences wait again until there is room; their tokens must be computed again."""
-        while self._count > 1 and self.context > self.kv_tokens * (1 - KV_RESERVE):
+        while self.running > 1 and self.context > self.kv_tokens * (1 - KV_RESERVE):
             admission, sequence = self._newest.pop()
             if sequence.running and sequence.admission == admission:
                 self._leave(sequence)

@@ -81,9 +81,7 @@ class Lengths:
         return [max(1, round(min(self.longest, self.at(shared + own * random_.gauss(0, 1))))) for _ in range(size)]
 
 
-@lru_cache(maxsize=64)
-def lengths_of(mean: float, longest: int, sigma: float, pareto: float) -> Lengths:
-    return Lengths(mean, longest, sigma, pareto=pareto)
+_lengths = lru_cache(maxsize=64)(Lengths)  # each finds its `mu` once
 
 
 class Typical(NamedTuple):
@@ -164,20 +162,17 @@ class Workload:
         pareto: float | None = None,
     ) -> Workload:
         rollout, trainer, typical = config.rollout, config.trainer, typical_of(config)
-        updates = trainer.updates_per_step
-        if typical:
-            mean_prompt = min(rollout.max_prompt_tokens, typical.prompt) if mean_prompt is None else mean_prompt
-            mean_response = typical.response if mean_response is None else mean_response
-            kept = typical.kept if kept is None and rollout.dynamic_sampling else kept
+        usual = (256, max(1, rollout.max_response_tokens // 4), 0.5)
+        prompt, response, share = (typical.prompt, typical.response, typical.kept) if typical else usual
         return cls(
             prompts=trainer.prompts_per_step,
             samples_per_prompt=rollout.samples_per_prompt,
-            updates=updates,
-            mean_prompt=min(rollout.max_prompt_tokens, 256) if mean_prompt is None else mean_prompt,
-            mean_response=max(1, rollout.max_response_tokens // 4) if mean_response is None else mean_response,
+            updates=trainer.updates_per_step,
+            mean_prompt=min(rollout.max_prompt_tokens, prompt) if mean_prompt is None else mean_prompt,
+            mean_response=response if mean_response is None else mean_response,
             max_prompt=rollout.max_prompt_tokens,
             max_response=rollout.max_response_tokens,
-            kept=(0.5 if rollout.dynamic_sampling else 1.0) if kept is None else kept,
+            kept=(share if rollout.dynamic_sampling else 1.0) if kept is None else kept,
             log_prob_passes=log_prob_passes(config),
             sigma=LENGTH_SIGMA if sigma is None else sigma,
             pareto=pareto or 0.0,
@@ -185,7 +180,7 @@ class Workload:
 
     @property
     def lengths(self) -> Lengths:
-        return lengths_of(self.mean_response, self.max_response, self.sigma, self.pareto)
+        return _lengths(self.mean_response, self.max_response, self.sigma, pareto=self.pareto)
 
     @property
     def samples(self) -> int:

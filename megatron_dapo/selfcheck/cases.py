@@ -11,7 +11,7 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -359,8 +359,11 @@ def _random_case(rng: random.Random) -> Case:
 
 def _random_layout(rng: random.Random, world: int, *, experts: bool) -> LayoutSpec:
     sizes = {"tp": 1, "pp": 1, "cp": 1, "dp": 1}
-    for factor in _prime_factors(world):
+    rest = world
+    while rest > 1:
+        factor = divisors(rest)[1]  # a prime
         sizes[rng.choice(list(sizes))] *= factor
+        rest //= factor
     if sizes["pp"] > 1 and rng.random() < 0.4:
         sizes["vpp"] = 2
     if experts:
@@ -370,12 +373,3 @@ def _random_layout(rng: random.Random, world: int, *, experts: bool) -> LayoutSp
     split = sizes["tp"] > 1 and (experts or rng.random() < 0.6)
     parts = [f"{kind}{size}" for kind, size in sizes.items() if size > 1]
     return LayoutSpec.parse("".join([*parts, *(["sp"] if split else []), *(["do"] if rng.random() < 0.5 else [])]))
-
-
-def _prime_factors(number: int) -> Iterator[int]:
-    factor = 2
-    while number > 1:
-        while number % factor == 0:
-            yield factor
-            number //= factor
-        factor += 1

@@ -235,7 +235,7 @@ def _result(case: Case, outcomes: Mapping[str, Outcome], tolerance: float) -> Re
     reference, *others = traces
     noise = [measure(other, reference) for other in others]
     difference = compare(mine.trace, reference, tolerance, noise)
-    largest = max(max(one["gradient"].values()) for one in noise)
+    largest = max(max(one["gradients"].values()) for one in noise)
     return Result(case, mine.seconds, difference, largest, mine.trace.kernels)
 
 

@@ -214,12 +214,12 @@ def measure(found: Trace, reference: Trace) -> dict[str, dict[str, float]]:
     first, *later = [_relative(a, b) for a, b in zip(found.gradients, reference.gradients, strict=True)]
     return {
         "loss": {"": _largest_number(found.losses, reference.losses, reference.loss_terms)},
-        "gradient norm": {"": _largest_number(found.grad_norms, reference.grad_norms)},
-        "gradient": first,
-        "later gradient": {name: max(update.get(name, math.inf) for update in later) for name in later[0]}
+        "grad_norm": {"": _largest_number(found.grad_norms, reference.grad_norms)},
+        "gradients": first,
+        "later_gradients": {name: max(update.get(name, math.inf) for update in later) for name in later[0]}
         if later
         else {"": 0.0},
-        "weight": _relative(found.weights, reference.weights),
+        "weights": _relative(found.weights, reference.weights),
     }
 
 
@@ -227,25 +227,14 @@ def compare(found: Trace, reference: Trace, tolerance: float = 1e-5, noise: Sequ
     """`noise`: what equally right traces differ from the reference."""
     measured = measure(found, reference)
     share, limit, worst = max(
-        (difference / limit, limit, " of ".join(filter(None, [kind, name])))
+        (difference / limit, limit, " of ".join(filter(None, [kind.replace("_", " "), name])))
         for kind, differences in measured.items()
         for name, limit, difference in _limited(kind, differences, tolerance, noise)
     )
     at = {kind: max(differences, key=lambda name: differences[name]) for kind, differences in measured.items()}
-    value = {kind: measured[kind][name] for kind, name in at.items()}
-    return Difference(
-        loss=value["loss"],
-        grad_norm=value["gradient norm"],
-        gradients=value["gradient"],
-        gradients_at=at["gradient"],
-        later_gradients=value["later gradient"],
-        later_gradients_at=at["later gradient"],
-        weights=value["weight"],
-        weights_at=at["weight"],
-        worst=worst,
-        worst_limit=limit,
-        share=share,
-    )
+    numbers: dict[str, Any] = {kind: measured[kind][name] for kind, name in at.items()}
+    places: dict[str, Any] = {f"{kind}_at": name for kind, name in at.items() if kind not in ("loss", "grad_norm")}
+    return Difference(**numbers, **places, worst=worst, worst_limit=limit, share=share)
 
 
 def _limited(
@@ -253,9 +242,9 @@ def _limited(
 ) -> list[tuple[str, float, float]]:
     """Name, limit and difference. One number, or a tensor of few elements, may have little noise by chance: what is
     usual counts too."""
-    least = tolerance * (AFTER_ADAM_FACTOR if kind in ("later gradient", "weight") else 1)
+    least = tolerance * (AFTER_ADAM_FACTOR if kind in ("later_gradients", "weights") else 1)
     seen = {name: max((one[kind].get(name, 0.0) for one in noise), default=0.0) for name in differences}
-    gradients = [statistics.median(one["gradient"].values()) for one in noise]
+    gradients = [statistics.median(one["gradients"].values()) for one in noise]
     usual = statistics.median(seen.values()) if len(seen) > 1 else max(gradients, default=0.0)
     limits = {name: min(LARGEST_LIMIT, NOISE_FACTOR * max(own, usual)) for name, own in seen.items()}
     return [(name, max(least, limits[name]), difference) for name, difference in differences.items()]

@@ -192,7 +192,7 @@ def test_the_limit_of_a_tensor_is_a_multiple_of_its_noise():
     noise = [trace.measure(other, reference)]
     assert compare(traced(1.029, 1.059, 1.029), reference, noise=noise).ok  # c: the median, 0.01
     found = compare(traced(1.031, 1.0, 1.0), reference, noise=noise)
-    assert not found.ok and found.worst == "gradient of a" and found.worst_limit == pytest.approx(0.03, rel=1e-3)
+    assert not found.ok and found.worst == "gradients of a" and found.worst_limit == pytest.approx(0.03, rel=1e-3)
     assert not compare(traced(1.0, float("nan"), 1.0), reference, noise=noise).ok
     large = [trace.measure(traced(9.0, 9.0, 9.0), reference)]
     assert not compare(traced(2.0, 2.0, 2.0), reference, noise=large).ok  # a factor of two is always found
