@@ -42,11 +42,9 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
     file = output or "run.yaml"
     start = f"megatron-dapo {'slurm' if slurm or found.get('slurm.nodes', 1) > 1 else 'train'} {file}"
     lines = [f"# Made by `megatron-dapo init` for {model} on {_machine(gpus, gpu)}."]
-    if plan is not None:
-        seconds, chosen = plan.step_seconds, plan.chosen
-        assert chosen is not None
-        memory = chosen.trainer.fullest.total / 2**30
-        lines.append(f"# Predicted: {seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
+    if plan is not None and plan.chosen is not None:
+        memory = plan.chosen.trainer.fullest.total / 2**30
+        lines.append(f"# Predicted: {plan.step_seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
     lines.append(f"# Check it with `megatron-dapo train {file} --dry-run`; start it with `{start}`.")
     write_or_print("\n".join([*lines, dump_yaml(apply_overrides(nested(found), settings))]), output)
     if output:

@@ -40,7 +40,7 @@ def step_seconds(phases: list[Phase], cluster: Cluster, staleness: int) -> float
     last batch trains."""
     seconds = {phase.name: phase.seconds for phase in phases}
     if cluster.colocated:
-        return sum(seconds.values())
+        return sum(seconds.values(), 0.0)
     generation, training = seconds.get("generation", 0.0), sum(seconds.get(name, 0.0) for name in TRAINING)
     return sum(seconds.values()) - min(generation, training if staleness else seconds.get("critic", 0.0))
 

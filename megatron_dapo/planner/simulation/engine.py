@@ -162,7 +162,9 @@ class SimulatedEngine:
         future: asyncio.Future[None] = self._loop.create_future()
         self._requests[request_id] = sequence
         self._waiters[id(sequence)] = request_id, future
-        self._submit(sequence)
+        if not self._added:
+            self._loop.call_soon(self._flush)  # submits the requests of this moment together
+        self._added.append(sequence)
         await future
         made = units if sequence.remaining == 0 else sequence.generated // self.unit
         if sequence.remaining:
@@ -179,12 +181,6 @@ class SimulatedEngine:
         self._cached.add(key)
         return (done if known else context) * self.unit
 
-    def _submit(self, sequence: Sequence) -> None:
-        """Requests of the same moment are submitted together."""
-        if not self._added:
-            self._loop.call_soon(self._flush)
-        self._added.append(sequence)
-
     def _flush(self) -> None:
         self._advance()
         added, self._added = self._added, []
@@ -192,9 +188,7 @@ class SimulatedEngine:
         self._set_timer()
 
     def _advance(self) -> None:
-        now = self._loop.time()
-        ended = [sequence for _, sequence in self.model.run_until(now)]
-        self._finish(ended)
+        self._finish(sequence for _, sequence in self.model.run_until(self._loop.time()))
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -207,7 +201,6 @@ class SimulatedEngine:
                 points.append((now, server.running))
 
     def _on_event(self) -> None:
-        self._timer = None
         self._advance()
         self._set_timer()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from megatron_dapo.arguments import at_least
@@ -27,15 +27,12 @@ class Tools:
     calls: int = 1
 
 
-NO_TOOLS = Tools()
-
-
 @dataclass(frozen=True, slots=True)
 class Incidents:
     slow: tuple[tuple[int, float], ...] = ()  # (servers, speed relative to the others)
     mixed: tuple[tuple[int, str], ...] = ()  # (servers, their GPU)
     changes: tuple[tuple[float, int], ...] = ()  # (seconds, servers that join; negative: die), in order
-    tools: Tools = NO_TOOLS
+    tools: Tools = field(default_factory=Tools)
     kept_end: float | None = None  # the share of kept groups in the last step, which changes linearly
 
     def __post_init__(self) -> None:
@@ -91,14 +88,9 @@ class Incidents:
         return replace(fleet, others=tuple(kinds))
 
 
-NONE = Incidents()
-
-
 def slower(decode: DecodeModel, speed: float) -> DecodeModel:
     """At `speed` relative to `decode`."""
-    times = [
-        field.name for field in fields(decode) if field.name not in ("idle_share", "experts_per_token", "expert_count")
-    ]
+    times = {item.name for item in fields(decode)} - {"idle_share", "experts_per_token", "expert_count"}
     return replace(decode, **{name: getattr(decode, name) / speed for name in times})
 
 

@@ -33,9 +33,7 @@ def label(variant: Variant) -> str:
 
 
 def print_variants(variants: list[Variant], console: Console) -> None:
-    first = next((variant for variant in variants if variant.simulation), None)
-    if first is not None and first.simulation is not None:
-        _print_set_up(first.simulation, first.parts, console)
+    _print_set_up(*next((v.simulation, v.parts) for v in variants if v.simulation), console)
     table = make_table("Simulated steps", "setting", *COLUMNS)
     ranked = sorted(variants, key=lambda v: v.simulation.step_seconds if v.simulation else float("inf"))
     for variant in ranked:

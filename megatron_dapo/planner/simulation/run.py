@@ -28,7 +28,7 @@ from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import Planner, step_phases, task_of
 from megatron_dapo.planner.search import judge
 from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function
-from megatron_dapo.planner.simulation.incidents import NONE, Incidents
+from megatron_dapo.planner.simulation.incidents import Incidents
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import StepBatch
@@ -79,7 +79,7 @@ class Setting:
     training_seconds: float  # of one step: log-probs, updates, hand-over
     sync_seconds: float
     staleness: int = 0
-    incidents: Incidents = NONE
+    incidents: Incidents = field(default_factory=Incidents)
     critic_seconds: float = 0.0  # of one step, after the weight update, while the next batch is collected
 
 
@@ -253,7 +253,7 @@ class Inputs:
     steps: int = 6
     seed: int = 0
     whole: bool = False  # simulate every server, even of a large fleet
-    incidents: Incidents = NONE
+    incidents: Incidents = field(default_factory=Incidents)
     shape_of: Callable[[str], ModelShape] = field(default_factory=lambda: cache(model_shape))  # asks the hub once
 
 
