@@ -54,10 +54,7 @@ class SyncTime:
         return max(self.gather, engine, self.snapshot) + self.names + self.fixed
 
     def describe(self) -> str:
-        parts = {
-            "gather": self.gather, "send": self.send, "load": self.load, "snapshot": self.snapshot,
-            "names": self.names, "fixed": self.fixed,
-        }  # fmt: skip
+        parts = {name: getattr(self, name) for name in ("gather", "send", "load", "snapshot", "names", "fixed")}
         shown = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items() if seconds >= 0.005)
         senders = f"{self.senders} sender{'s' if self.senders > 1 else ''}"
         return f"{self.bytes / GIB:.1f} GiB in {self.tensors:,} tensors from {senders}: {shown}"
