@@ -121,3 +121,11 @@ def test_the_trace_has_every_server_and_the_trainer():
     names = [phase.name for phase in found.phases]
     assert names.count("train") == names.count("sync") == 3
     assert found.phases[-1].end == pytest.approx(found.steps[-1].ended)
+
+
+def test_waste_is_a_share_in_a_short_simulation():
+    """Half of the groups are kept, so half of the decided tokens are wasted; the second and third step decide groups
+    that the first one generated."""
+    for steps in (2, 3):
+        found = simulate(setting(fleet=replace(FLEET, servers=32), **CARRY), steps=steps)
+        assert found.waste == pytest.approx(0.5, abs=0.15)

@@ -136,7 +136,9 @@ class Simulation:
 
     @property
     def waste(self) -> float:
-        return self.mean("wasted_tokens") / self.mean("tokens")
+        """Of the tokens that were trained or wasted: what a step generates may be either in a later one."""
+        wasted = self.mean("wasted_tokens")
+        return wasted / (wasted + self.mean("trained_tokens"))
 
 
 def simulate(setting: Setting, steps: int = 6, seed: int = 0) -> Simulation:
