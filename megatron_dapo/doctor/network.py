@@ -159,7 +159,7 @@ def run(folder: Path, share: float, minimum: float) -> int:
     if torch.cuda.is_available():
         device = torch.device("cuda", rendezvous.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    node = platform.node()
+    node = os.environ.get("SLURMD_NODENAME") or platform.node()  # the name by which the batch script excludes it
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous.url, rank=rendezvous.rank,
         world_size=rendezvous.world_size, timeout=timedelta(seconds=SECONDS),

@@ -21,6 +21,7 @@ from megatron_dapo.config.load import with_local_model
 from megatron_dapo.config.trainer import check_not_ours
 from megatron_dapo.engines.sglang.keys import API_KEY_VARIABLE, RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import write_atomically
 from megatron_dapo.launch.local import check_run, rehearse_setup
 from megatron_dapo.launch.slurm_script import GPU_REQUEST, Job, render, seconds_of
 from megatron_dapo.planner.models import known_shape
@@ -155,7 +156,7 @@ def partitions(ask: Ask = ask) -> list[str]:
     """The name of the default one ends with *."""
     reply = ask("sinfo", "-h", "-o", "%P")
     if reply.returncode:
-        raise SlurmError(f"sinfo failed: {_reason(reply.stderr)}; start this command where Slurm's commands work")
+        raise SlurmError(f"sinfo failed: {reason(reply.stderr)}; start this command where Slurm's commands work")
     return reply.stdout.split()
 
 
@@ -172,7 +173,7 @@ def check_cluster(config: Config, names: list[str]) -> None:
             raise ConfigError(f"slurm.{key}: this cluster has no partition {missing[0]}; it has: {known}")
 
 
-def _reason(text: str) -> str:
+def reason(text: str) -> str:
     """The last line, which names the error that ended the command."""
     return text.strip().rpartition("\n")[2] or "no reply"
 
@@ -188,7 +189,7 @@ def offered_gpu_request(config: Config, ask: Ask = ask) -> str:
     where = [f"--partition={name}" for name in (slurm.partition,) if name]
     reply = ask("sinfo", "-h", "-o", "%G", *where)
     if reply.returncode:
-        raise SlurmError(f"sinfo failed: {_reason(reply.stderr)}; set slurm.gpu_request")
+        raise SlurmError(f"sinfo failed: {reason(reply.stderr)}; set slurm.gpu_request")
     if not re.search(r"(^|,)gpu(:|\()", reply.stdout, re.MULTILINE):
         if not slurm.exclusive:
             raise ConfigError(
@@ -246,7 +247,6 @@ def run_slurm(
         print(f"valid, not submitted: {job.script} ({expected})")
         return 0
     jobs = submit(job, chain, ask)
-    remember(job.run_dir, jobs)
     print(f"submitted {job.script} as job {', then '.join(map(str, jobs))}")
     follow = job.run_dir / ("seed_*" if job.seeds else "") / "logs/latest/rank_0.log"
     print(f"follow: tail -F {follow}; state: megatron-dapo slurm --status {job.run_dir}")
@@ -296,6 +296,7 @@ def submit(job: Job, chain: int, ask: Ask) -> list[int]:
             queued = f"; already submitted: {', '.join(map(str, jobs))}" if jobs else ""
             raise SlurmError(f"sbatch refused {job.script}: {reply.stderr.strip()}{queued}")
         jobs.append(int(found[0]))
+        remember(job.run_dir, jobs[-1:])
     return jobs
 
 
@@ -316,8 +317,7 @@ def describe(job: Job) -> str:
 
 
 def remember(run_dir: Path, jobs: list[int]) -> None:
-    path = run_dir / JOBS
-    path.write_text(json.dumps([*submitted(run_dir), *jobs]) + "\n")
+    write_atomically(run_dir / JOBS, json.dumps([*submitted(run_dir), *jobs]) + "\n")
 
 
 def submitted(run_dir: Path) -> list[int]:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.launch.slurm import JOBS, Ask, SlurmError, ask, submitted
+from megatron_dapo.launch.slurm import JOBS, Ask, SlurmError, ask, reason, submitted
 from megatron_dapo.observe.runs import last_records
 
 
@@ -49,6 +49,7 @@ STATES = {
     "RECONFIG_FAIL": State("was given a node that could not be set up", True, AGAIN),
     "PREEMPTED": State("was preempted by another job", True, AGAIN),
     "REVOKED": State("was taken over by another cluster", True),
+    "FORGOTTEN": State("is no longer known to Slurm: it ended long ago, or is of another cluster", True),
 }  # fmt: skip
 SHORT = {
     "NF": "NODE_FAIL", "TO": "TIMEOUT", "OOM": "OUT_OF_MEMORY", "PR": "PREEMPTED", "CD": "COMPLETED", "F": "FAILED",
@@ -94,15 +95,23 @@ def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
     reply = ask("scontrol", "-o", "show", "job", str(job))
     lines = [line for line in reply.stdout.splitlines() if "JobState=" in line]
     if reply.returncode or not lines:
-        return _ended_jobs(job, ask)
+        ended = _ended_jobs(job, ask)
+        if not ended and "Invalid job id" not in reply.stderr:
+            raise SlurmError(f"scontrol show job {job} failed: {reason(reply.stderr)}")
+        return ended or [JobStatus(job, "FORGOTTEN")]
     found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
     tasks = [fields for fields in found if "ArrayTaskId" in fields]
     return [
         JobStatus(
             f"{job}_{fields['ArrayTaskId']}" if tasks else job, normal_state(fields["JobState"]),
             fields.get("Reason", ""), int(fields.get("Restarts", 0)), fields.get("ExitCode", ""),
-        ) for fields in sorted(tasks, key=lambda fields: fields["ArrayTaskId"]) or found[:1]
+        ) for fields in sorted(tasks, key=_first_task) or found[:1]
     ]  # fmt: skip
+
+
+def _first_task(fields: dict[str, str]) -> int:
+    """Tasks that wait are one entry, for example 11-14%1."""
+    return int(re.split(r"\D", fields["ArrayTaskId"])[0])
 
 
 def _ended_jobs(job: int, ask: Ask) -> list[JobStatus]:
@@ -113,7 +122,7 @@ def _ended_jobs(job: int, ask: Ask) -> list[JobStatus]:
         if reply.returncode == 0 and states:
             tasks = [name for name in states if "_" in name] or [*states][-1:]
             return [JobStatus(name, normal_state(states[name])) for name in tasks]
-    raise SlurmError(f"Slurm does not know job {job}: it ended long ago, or it belongs to another cluster")
+    return []
 
 
 def print_status(run_dir: Path, ask: Ask = ask) -> int:

@@ -1,10 +1,11 @@
 """Which nodes the network check calls slow. tests/launch/test_kinds_of_cluster.py runs the measurement itself."""
 
 import itertools
+import json
 
 import pytest
 
-from megatron_dapo.doctor.network import NodeSpeed, pairings, slow_nodes, table
+from megatron_dapo.doctor.network import NodeSpeed, main, pairings, slow_nodes, table
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 9, 16, 17])
@@ -51,3 +52,13 @@ def test_a_node_that_is_slow_inside_is_named():
     speeds[3].inside = 100.0
     assert slow_nodes(speeds, 0.5) == ["n3"]
     assert slow_nodes([NodeSpeed("n0", inside=200.0)], 0.5) == []
+
+
+def test_a_node_has_the_name_that_slurm_gives_it(tmp_path, monkeypatch):
+    """The batch script looks for it among Slurm's nodes; a host may be called n3.cluster.example.org."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0,
+                        "TORCH_NCCL_BLOCKING_WAIT": 1}.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    assert main([str(tmp_path)]) == 0
+    assert [speed["node"] for speed in json.loads((tmp_path / "network.json").read_text())] == ["n3"]

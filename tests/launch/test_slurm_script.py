@@ -355,6 +355,19 @@ def test_each_job_of_a_chain_depends_on_the_one_before(raw, capsys):
     assert "as job 104, then 105, then 106" in capsys.readouterr().out
 
 
+def test_the_jobs_of_a_chain_that_slurm_cut_short_are_known(raw):
+    """They run; `slurm --status` must find them."""
+    replies = iter([answer("104\n"), answer(stderr="QOSMaxSubmitJobPerUserLimit", code=1)])
+
+    def ask(*command):
+        reply = next(replies) if "--parsable" in command else answer("a100*\nh100\n")
+        return reply(*command)
+
+    with pytest.raises(SlurmError, match="already submitted: 104"):
+        launch.run_slurm(parse_config(raw), chain=3, ask=ask)
+    assert submitted(Path(raw["trainer"]["run_dir"])) == [104]
+
+
 def test_time_limits_in_seconds():
     found = [seconds_of(text) for text in ("90", "2:30", "24:00:00", "1-0", "2-03:04", "1-02:03:04")]
     assert found == [5400, 150, 86400, 86400, 2 * 86400 + 3 * 3600 + 240, 86400 + 2 * 3600 + 184]

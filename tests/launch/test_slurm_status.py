@@ -71,8 +71,28 @@ def test_a_job_that_the_controller_forgot_is_found_in_the_accounting():
         return subprocess.CompletedProcess(command, *found, "")
 
     assert job_statuses(7, ask)[0].description().startswith("job 7 ran out of the node's memory")
-    with pytest.raises(SlurmError, match="does not know job 7"):
-        job_statuses(7, lambda *command: subprocess.CompletedProcess(command, 1, "", ""))
+
+
+def test_a_job_that_slurm_forgot_hides_no_other(tmp_path, capsys):
+    """Without an accounting database the controller forgets a job minutes after its end (MinJobAge)."""
+
+    def ask(*command):
+        running = subprocess.CompletedProcess(command, 0, "JobId=8 JobState=RUNNING Reason=None\n", "")
+        gone = subprocess.CompletedProcess(command, 1, "", "slurm_load_jobs error: Invalid job id specified\n")
+        return running if command[-1] == "8" else gone
+
+    remember(tmp_path, [7, 8])
+    assert print_status(tmp_path, ask) == 0
+    assert capsys.readouterr().out.startswith("job 8 is running\n0 steps done")
+    remember(tmp_path, [9])
+    assert print_status(tmp_path, ask) == 0, "job 8 runs"
+    assert "job 9 is no longer known" in capsys.readouterr().out
+
+
+def test_a_controller_that_does_not_reply_is_no_end_of_a_job():
+    down = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        job_statuses(7, lambda *command: subprocess.CompletedProcess(command, 1, "", down))
 
 
 def test_every_task_of_an_array_that_the_controller_forgot_is_reported():
@@ -83,6 +103,12 @@ def test_every_task_of_an_array_that_the_controller_forgot_is_reported():
     assert [(status.job, status.state) for status in job_statuses(12, ask)] == [
         ("12_0", "FAILED"), ("12_1", "OUT_OF_MEMORY"), ("12_2", "COMPLETED"),
     ]  # fmt: skip
+
+
+def test_the_tasks_of_an_array_are_in_order():
+    lines = "".join(f"JobId=12 ArrayTaskId={task} JobState=RUNNING\n" for task in ("10", "2", "11-14%1"))
+    found = job_statuses(12, lambda *command: subprocess.CompletedProcess(command, 0, lines, ""))
+    assert [status.job for status in found] == ["12_2", "12_10", "12_11-14%1"]
 
 
 def test_status_of_a_held_and_a_cancelled_job_on_a_real_cluster(cluster, monkeypatch, tmp_path):
