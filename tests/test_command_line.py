@@ -170,6 +170,15 @@ def test_hints_name_units_and_where_the_mistake_is(settings, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("word", ["~nobody-here/run.yaml", "run.yaml"])
+def test_a_file_of_an_unknown_user_does_not_exist(word, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("base: ~nobody-here/base.yaml\n")
+    assert main(["config", "diff", word]) == 2
+    assert "~nobody-here" in (said := capsys.readouterr().err) and "no such file" in said
+    assert main(["import", "~nobody-here/run.sh"]) == 2
+
+
 def test_base_files(tmp_path):
     (tmp_path / "a.yaml").write_text("trainer: {steps: 7, seed: 3}\nrollout: {stop: [x, y]}\n")
     (tmp_path / "sub").mkdir()

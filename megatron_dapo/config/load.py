@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,9 +58,10 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Confi
 
 
 def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The sections of a file, on top of those of the file that it names as `base`."""
+    """The sections of a file, on top of those of the file that it names as `base`. `above`: files based on it."""
+    file = Path(os.path.expanduser(path))
     try:
-        raw = parse_yaml(path.expanduser().read_text(encoding="utf-8-sig")) or {}
+        raw = parse_yaml(file.read_text(encoding="utf-8-sig")) or {}
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file" + (f" (the base of {above[-1]})" if above else "")) from None
     except IsADirectoryError:
@@ -78,10 +80,10 @@ def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         return raw
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{path}: base: expected the name of a YAML file, found {base!r}")
-    file = path.expanduser().parent / Path(base).expanduser()
-    if file.resolve() in [other.expanduser().resolve() for other in (*above, path)]:
+    below = file.parent / os.path.expanduser(base)
+    if below.resolve() in [other.resolve() for other in (*above, file)]:
         raise ConfigError(f"{path}: base: {base} is based on this file")
-    return merged(_read_file(file, (*above, path)), raw)
+    return merged(_read_file(below, (*above, file)), raw)
 
 
 def parse_config(raw: dict[str, Any], where: str = "config") -> Config:

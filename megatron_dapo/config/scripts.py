@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ def read_script(path: Path) -> Script:
 
 def _text(path: Path) -> str:
     try:
-        return path.expanduser().read_text(encoding="utf-8-sig")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})") from None
 

@@ -60,7 +60,7 @@ def examine(probe: Probe, seconds: float | None = None) -> Check:
 
     thread = threading.Thread(target=look, name=f"doctor-{probe.name}", daemon=True)
     thread.start()
-    thread.join(limit)
+    thread.join(min(limit, threading.TIMEOUT_MAX))
     if not results:
         remedy = "what it tests hangs (a network file system, a driver, a controller): look there first"
         results.append(fail(f"no result within {limit:g} s", remedy))

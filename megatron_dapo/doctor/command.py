@@ -30,7 +30,11 @@ def probes(config: Config, named: bool) -> list[Probe]:
     run_dir = Path(config.trainer.run_dir)
     shape = _shape(config)
     parameters = count_parameters(shape).total if shape else 0
-    saved = trained_parameters(shape, PolicyConfig(lora=config.policy.lora), 0).total if shape else 0
+    models = [config, config.of_critic] if config.uses_critic else [config]
+    saved = sum(
+        trained_parameters(trained, PolicyConfig(lora=model.policy.lora), 0).total
+        for model in models if (trained := _shape(model))
+    )  # fmt: skip
     size = 2 * parameters if config.rollout.weights.writes_files else 0
     servers = config.rollout.servers
     found = [

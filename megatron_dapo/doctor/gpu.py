@@ -87,10 +87,12 @@ def gpu(run: CommandRunner = run_command) -> Check:
         return fail(f"nvidia-smi failed: {why}", "the driver does not respond: reload it or reboot")
     rows = [[cell.strip() for cell in line.split(",")] for line in result.out.splitlines() if line.strip()]
     kinds = sorted({row[0] for row in rows})
-    found = f"{len(rows)} × {', '.join(kinds)}, driver {rows[0][1]}, {float(rows[0][2]) / 1024:.0f} GiB"
+    memory = [[float(cell) if cell.isdecimal() else 0.0 for cell in row[2:]] for row in rows]  # GB10 reports none
+    size = f", {memory[0][0] / 1024:.0f} GiB" if memory[0][0] else ""
+    found = f"{len(rows)} × {', '.join(kinds)}, driver {rows[0][1]}{size}"
     if len(kinds) > 1:
         return warn(found, "GPUs of several kinds: the slowest sets the pace; choose with CUDA_VISIBLE_DEVICES")
-    busy = [i for i, row in enumerate(rows) if float(row[3]) > 0.1 * float(row[2])]
+    busy = [i for i, (total, used) in enumerate(memory) if used > 0.1 * total]
     if busy:
         remedy = "other processes use memory there (nvidia-smi lists them): stop those that are yours"
         return warn(f"{found}; memory in use on {', '.join(map(str, busy))}", remedy)

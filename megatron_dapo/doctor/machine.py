@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ def ports(host: str, first: int, count: int) -> Check:
 
 def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = datetime.now) -> Check:
     """The Slurm controller responds, and its clock agrees with this machine's."""
-    result = run(["sinfo", "--noheader", "--format=%P %D %T"], 15)
+    result = run(["sinfo", "--Node", "--noheader", "--format=%N %P %T"], 15)
     if result.missing:
         return ok("not a Slurm machine")
     if "configuration source" in result.err:
@@ -159,9 +159,10 @@ def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = dateti
         remedy = "the controller does not respond: check SLURM_CONF, munge and slurmctld, or ask the administrators"
         return fail(f"sinfo failed: {last_line(result.err) or 'no output'}", remedy)
     rows = [line.split() for line in result.out.splitlines() if len(line.split()) == 3]
-    usable = sum(int(count) for _, count, state in rows if state.rstrip("*~#$@").startswith(("idle", "mix", "alloc")))
-    partitions = sorted({name.rstrip("*") for name, _, _ in rows})
-    found = f"partitions {', '.join(partitions) or 'none'}; {usable} nodes up"
+    states = {node: state for node, _, state in rows}  # a node may be in several partitions; *: it does not respond
+    usable = [s for s in states.values() if s.startswith(("idle", "mix", "alloc")) and not s.endswith("*")]
+    partitions = sorted({name.rstrip("*") for _, name, _ in rows})
+    found = f"partitions {', '.join(partitions) or 'none'}; {len(usable)} nodes up"
     skew = _controller_skew(run, now)
     if skew is not None and abs(skew) > 5:
         remedy = "start chronyd or ntpd: Slurm rejects credentials that are too old or from the future"
@@ -202,13 +203,11 @@ def limits(
     return ok(found)
 
 
-def hf_cache(environment: Mapping[str, str] | None = None) -> Check:
-    environment = os.environ if environment is None else environment
-    home = environment.get("HF_HOME") or str(Path(environment.get("HOME") or "~").expanduser() / ".cache/huggingface")
-    cache = Path(environment.get("HF_HUB_CACHE") or Path(home) / "hub")
-    offline = environment.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
+def hf_cache() -> Check:
+    from huggingface_hub.constants import HF_HUB_CACHE as cache, HF_HUB_OFFLINE as offline
+
     mode = "offline" if offline else "online"
-    if not os.access(existing_parent(cache), os.W_OK):
+    if not os.access(existing_parent(Path(cache)), os.W_OK):
         judge = warn if offline else fail
         return judge(f"{cache} is not writable ({mode})", "set HF_HOME to a writable folder")
     return ok(f"{cache} ({mode})")

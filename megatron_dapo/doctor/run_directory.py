@@ -136,11 +136,12 @@ def paused_servers(urls: list[str], key: str | None) -> Check:
 
 def _server_state(url: str, key: str | None) -> str:
     """Why a server is not ready; empty if it is."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the engines are asked
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for path in ("/model_info", "/health"):
         request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
         try:
-            urllib.request.urlopen(request, timeout=30).close()
+            direct.open(request, timeout=30).close()
         except urllib.error.HTTPError as error:
             return "it is paused or starting" if error.code == 503 else f"HTTP {error.code}"
         except OSError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 from sparse_model import write_sparse_model
 
 from megatron_dapo.config.rollout import ServerConfig
@@ -157,6 +158,8 @@ def test_nvidia_smi_output_is_judged(tmp_path, monkeypatch):
     program(tmp_path, "nvidia-smi", f"echo '{line}'; echo 'NVIDIA H100 80GB HBM3, 580.65.06, 81559, 40000'")
     check = gpu.gpu()
     assert check.status == "warn" and "in use on 1" in check.found
+    program(tmp_path, "nvidia-smi", "echo 'NVIDIA GB10, 580.95.05, [N/A], [N/A]'")  # its memory is the CPU's
+    assert gpu.gpu() == Check("", "ok", "1 × NVIDIA GB10, driver 580.95.05")
     program(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch' >&2; exit 18")
     check = gpu.gpu()
     assert check.status == "fail" and "mismatch" in check.found
@@ -351,10 +354,13 @@ def test_a_port_in_use_warns():
 
 def test_slurm_controller_is_judged_by_sinfo(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    program(tmp_path, "sinfo", "echo 'gpu* 3 idle'; echo 'gpu* 1 down*'")
+    # Every node is in two partitions; n3 does not respond, n4 is down.
+    states = {"n1": "idle", "n2": "mixed", "n3": "idle*", "n4": "down*", "n5": "allocated"}
+    lines = [f"echo '{node} {name} {state}'" for name in ("gpu*", "all") for node, state in states.items()]
+    program(tmp_path, "sinfo", "\n".join(lines))
     program(tmp_path, "scontrol", 'echo "Configuration data as of $(date +%Y-%m-%dT%H:%M:%S)"')
     check = machine.slurm()
-    assert check.status == "ok" and "partitions gpu; 3 nodes up" in check.found
+    assert check.status == "ok" and "partitions all, gpu; 3 nodes up" in check.found
     program(tmp_path, "scontrol", "echo 'Configuration data as of 2020-01-01T00:00:00'")
     assert machine.slurm().status == "warn"
     program(tmp_path, "sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
@@ -371,7 +377,7 @@ def test_slurm_commands_without_a_cluster_are_no_failure(tmp_path, monkeypatch):
 
 def test_slurm_absent_or_all_down():
     assert machine.slurm(results()).found == "not a Slurm machine"
-    down = results(sinfo=CommandResult(0, "gpu 4 drained\n"), scontrol=CommandResult(1, ""))
+    down = results(sinfo=CommandResult(0, "n1 gpu drained\n"), scontrol=CommandResult(1, ""))
     assert machine.slurm(down, datetime.now).status == "warn"
 
 
@@ -387,10 +393,13 @@ def test_low_limits_are_reported(tmp_path):
 
 
 def test_hf_cache_must_be_writable(tmp_path, monkeypatch):
-    check = machine.hf_cache({"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
-    assert check.status == "ok" and "offline" in check.found and str(tmp_path / "hub") in check.found
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))  # of HF_HOME, XDG_CACHE_HOME and others
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert machine.hf_cache() == Check("", "ok", f"{tmp_path / 'hub'} (offline)")
     monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
-    assert machine.hf_cache({"HF_HOME": str(tmp_path)}).status == "fail"
+    assert machine.hf_cache().status == "warn"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert machine.hf_cache().status == "fail"
 
 
 def test_sglang_must_import_in_the_servers_python(tmp_path):

@@ -48,6 +48,10 @@ def test_a_hanging_check_does_not_stop_the_others(capsys):
     assert "fine" in capsys.readouterr().out
 
 
+def test_no_time_limit_is_a_time_limit(capsys):
+    assert run(None, timeout=float("inf"), make=fixed("ok")) == 0
+
+
 def test_lines_fit_100_columns(capsys):
     def make(config, named):
         return [Probe("long", lambda: Check("long", "warn", "word " * 60, "do " * 80))]
@@ -72,12 +76,16 @@ def test_the_configuration_selects_the_checks():
     assert not {"sglang", "ports", "weights"} & {probe.name for probe in probes(embedded, named=True)}
 
 
-@pytest.mark.parametrize(("rank", "gib"), [(0, 1282), (16, 5)])
-def test_the_disk_must_hold_only_adapters_with_lora(rank, gib, tmp_path):
-    """Three checkpoints at 14 bytes of 32.8 B parameters; of adapters of rank 16 with 134,217,728 (docs/lora.md)."""
+@pytest.mark.parametrize(("rank", "advantage", "gib"), [
+    (0, "group-std", 1282), (16, "group-std", 5), (0, "gae", 2563), (16, "gae", 1287)
+])  # fmt: skip
+def test_the_disk_must_hold_adapters_only_with_lora_and_the_critic(rank, advantage, gib, tmp_path):
+    """Three checkpoints at 14 bytes of 32.8 B parameters; of adapters of rank 16 with 134,217,728 (docs/lora.md). The
+    critic is trained as a whole."""
     (tmp_path / "config.json").write_text(json.dumps(_configs()["Qwen2.5-32B"]))
     policy = {"model": str(tmp_path), "lora": {"rank": rank}, "tensor_parallel": 2, "pipeline_parallel": 2}
-    config = parse_config({"policy": policy, "trainer": {"checkpoint": {"keep": 2}}})
+    algorithm = {"advantage": advantage}
+    config = parse_config({"policy": policy, "algorithm": algorithm, "trainer": {"checkpoint": {"keep": 2}}})
     disk = next(probe for probe in probes(config, named=True) if probe.name == "disk")
     assert f"3 checkpoints take {gib:,} GiB" in disk.look(usage=lambda path: SimpleNamespace(free=2**50)).found
 

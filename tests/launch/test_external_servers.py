@@ -63,8 +63,9 @@ async def test_requests_wait_until_the_only_server_is_back_with_current_weights(
     await end(second)
 
 
-async def test_a_server_that_a_killed_trainer_left_paused_is_resumed(tmp_path):
-    """Its /health is 503 until then, and start_timeout would be over."""
+async def test_a_server_that_a_killed_trainer_left_paused_is_resumed(tmp_path, monkeypatch):
+    """Its /health is 503 until then, and start_timeout would be over. A proxy of the site is not for servers."""
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     server = await FakeServer().start()
     server.paused = True
     config = settings(int(server.url.rpartition(":")[2]), tmp_path, start_timeout=20)
