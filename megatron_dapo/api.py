@@ -117,7 +117,7 @@ def train(
         "rollout.group_filter": group_filter,
     }  # fmt: skip
     file = _write(config, given | settings, plugins, folder)
-    _command("train", str(file), *(["--dry-run"] if dry_run else []), folder=folder)
+    _command("train", str(file), *(["--dry-run"] if dry_run else []), folder=folder, config=config)
     return read_run(folder) if not dry_run else TrainedRun(folder, load_run(folder, folder.name, running=True))
 
 
@@ -136,7 +136,7 @@ def evaluate(
     folder = Path(out).expanduser().resolve()
     given = {"policy.model": str(model), "evaluate.samples": samples, **_files("evaluate.data", data)}
     file = _write(config, given | settings, {"reward.grader": reward}, folder)
-    _command("eval", str(file), "--out", str(folder), folder=folder)
+    _command("eval", str(file), "--out", str(folder), folder=folder, config=config)
     data_config = load_config(file).evaluate.data
     names = data_config.files if data_config.sources else [""]
     found = {name: json.loads((folder / name / "results.json").read_text()) for name in names}
@@ -261,12 +261,14 @@ def _definition(name: str, value: Any, known: dict[str, str]) -> str:
 # ---- processes ----
 
 
-def _command(*arguments: str, folder: Path) -> None:
-    """Runs a command and shows its output. An interruption is passed on: the run saves, and then ends."""
-    paths = os.pathsep.join([str(folder), os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+def _command(*arguments: str, folder: Path, config: str | Path | None) -> None:
+    """Runs a command and shows its output. An interruption is passed on: the run saves, and then ends. Modules are in
+    `folder`, here, or beside the file `config`."""
+    beside = str(Path(config).expanduser().resolve().parent) if config is not None else None
+    paths = os.pathsep.join([str(folder), os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH"), beside])])
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_dapo", *arguments], env=os.environ | {"PYTHONPATH": paths}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
     printed: list[str] = []

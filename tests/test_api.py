@@ -64,12 +64,27 @@ def test_an_error_of_several_lines_arrives_whole(tmp_path, monkeypatch):
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **settings: start(shown, **settings))
     with pytest.raises(UserError) as caught:
-        api._command("train", folder=tmp_path)
+        api._command("train", folder=tmp_path, config=None)
     assert str(caught.value) == "the grader raised:\nKeyError: 'a'. Saved"
     lines[:] = ["Segmentation fault", ""]
     shown[2] = f"import sys; sys.exit(print({chr(10).join(lines)!r}) or 1)"
     with pytest.raises(UserError, match="Segmentation fault"):
-        api._command("train", folder=tmp_path)
+        api._command("train", folder=tmp_path, config=None)
+
+
+def test_modules_beside_the_configuration_are_found_and_any_output_is_shown(tmp_path, monkeypatch, capfd):
+    """As by the command `train`. A library in C may print bytes that are no text."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/grader_of_mine.py").write_text("grade = print")
+    file = tmp_path / "mine/run.yaml"
+    file.write_text("reward: {grader: python:grader_of_mine.grade}")
+    code = "import sys, grader_of_mine; sys.stdout.buffer.write(b'caf\\xe9\\n')"
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **settings: start([sys.executable, "-c", code], **settings)
+    )
+    md.train("model", "a.jsonl", run_dir=tmp_path / "run", config=file, dry_run=True)
+    assert capfd.readouterr().out == "caf\ufffd\n"
 
 
 def helper(prompt, response):
@@ -115,7 +130,7 @@ def test_a_reward_is_a_function_or_a_class(tmp_path, reward):
 def commands(monkeypatch):
     """The commands that would have been run."""
     found = []
-    monkeypatch.setattr(api, "_command", lambda *arguments, folder: found.append(arguments))
+    monkeypatch.setattr(api, "_command", lambda *arguments, folder, config: found.append(arguments))
     return found
 
 

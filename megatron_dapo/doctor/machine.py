@@ -204,7 +204,8 @@ def limits(
 
 
 def hf_cache() -> Check:
-    from huggingface_hub.constants import HF_HUB_CACHE as cache, HF_HUB_OFFLINE as offline
+    from huggingface_hub.constants import HF_HUB_CACHE as cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE as offline
 
     mode = "offline" if offline else "online"
     if not os.access(existing_parent(Path(cache)), os.W_OK):
