@@ -87,8 +87,8 @@ def run_command(
     """Runs a command and kills it after `seconds`."""
     try:
         done = subprocess.run(
-            list(command), capture_output=True, text=True, timeout=seconds, env=None if environment is None else
-            dict(environment), stdin=subprocess.DEVNULL, errors="replace",
+            list(command), capture_output=True, text=True, timeout=seconds, env=environment,
+            stdin=subprocess.DEVNULL, errors="replace",
         )  # fmt: skip
     except FileNotFoundError:
         return NOT_INSTALLED

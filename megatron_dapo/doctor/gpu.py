@@ -11,7 +11,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
 
 from megatron_dapo.doctor.check import Check, CommandResult, CommandRunner, fail, last_line, ok, run_command, warn
 from megatron_dapo.doctor.software import version_tuple
@@ -30,21 +29,19 @@ print(json.dumps({
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
 }))
 """
-LAYERS_PROBE = """
-import torch
+KERNEL_PROBE = """
+import importlib.util, torch
 try:
     from torch.nn.attention import varlen
 except ImportError:
     varlen = None
-print("cpu" if not torch.cuda.is_available() else "one kernel" if varlen else "cuda")
-"""
-IMPORT_PROBE = """
-import importlib.util
-if importlib.util.find_spec("transformer_engine") is None:
-    print("missing")
+if not torch.cuda.is_available():
+    print("cpu")
+elif importlib.util.find_spec("transformer_engine") is None:
+    print("one kernel" if varlen else "one call per sequence")
 else:
     import transformer_engine.pytorch
-    print("imported")
+    print("transformer engine")
 """
 ATTENTION_PROBE = """
 import logging, torch
@@ -123,28 +120,25 @@ def torch_cuda(run: CommandRunner = run_command) -> Check:
     return fail(f"torch {seen['torch']} sees no GPU, though driver {driver} does", remedy)
 
 
-def attention(run: CommandRunner = run_command, environment: Mapping[str, str] | None = None) -> Check:
+def attention(run: CommandRunner = run_command) -> Check:
     """Transformer Engine imports, and selects a fast attention backend for packed sequences."""
-    environment = dict(os.environ if environment is None else environment)
-    where = run([sys.executable, "-c", LAYERS_PROBE], 60, environment)
-    if where.code == 0 and last_line(where.out) == "cpu":
+    result = run([sys.executable, "-c", KERNEL_PROBE], 180)
+    if result.code != 0:
+        remedy = "install the build that matches torch and its CUDA" + _library_path()
+        return fail(f"Transformer Engine does not import: {last_line(result.err)}", remedy)
+    kernel = last_line(result.out)
+    if kernel == "cpu":
         return ok("no GPU: torch's attention on the CPU")
-    imported = run([sys.executable, "-c", IMPORT_PROBE], 120, environment)
-    if imported.code == 0 and last_line(imported.out) == "missing":
-        if last_line(where.out) == "one kernel":
-            why = "no Transformer Engine here; it needs less memory under context parallelism"
-            return ok(f"torch's, one kernel for packed sequences ({why})")
+    if kernel == "one kernel":
+        why = "no Transformer Engine here; it needs less memory under context parallelism"
+        return ok(f"torch's, one kernel for packed sequences ({why})")
+    if kernel == "one call per sequence":
         return warn(
-            "Transformer Engine is not installed, and this torch has no kernel for packed sequences: one call per "
-            "sequence",
+            f"Transformer Engine is not installed, and this torch has no kernel for packed sequences: {kernel}",
             "install torch 2.10 or newer, or pip install --no-build-isolation 'transformer-engine[pytorch]'",
         )
-    if imported.code != 0:
-        remedy = "install the build that matches torch and its CUDA" + _library_path(environment)
-        return fail(f"Transformer Engine does not import: {last_line(imported.err)}", remedy)
-    debug = environment | {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
-    result = run([sys.executable, "-c", ATTENTION_PROBE], 120, debug)
-    return judge_attention(result, environment)
+    debug = os.environ | {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
+    return judge_attention(run([sys.executable, "-c", ATTENTION_PROBE], 120, debug))
 
 
 def kernels(run: CommandRunner = run_command) -> Check:
@@ -179,12 +173,12 @@ def delta_rule(run: CommandRunner = run_command) -> Check:
     return ok(f"flash-linear-attention {seen['version']}")
 
 
-def judge_attention(result: CommandResult, environment: Mapping[str, str]) -> Check:
+def judge_attention(result: CommandResult) -> Check:
     """Reads the selected backend from Transformer Engine's debug output."""
     text = result.out + "\n" + result.err
     chosen = re.findall(r"Selected backend = (\w+)", text) or re.findall(r"Running with (\w+Attention)", text)
     if result.code != 0:
-        remedy = "reinstall Transformer Engine and cuDNN for this torch" + _library_path(environment)
+        remedy = "reinstall Transformer Engine and cuDNN for this torch" + _library_path()
         return fail(f"a tiny packed attention failed: {last_line(result.err)}", remedy)
     if not chosen:
         remedy = "run with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 and look for 'Selected backend'"
@@ -192,10 +186,10 @@ def judge_attention(result: CommandResult, environment: Mapping[str, str]) -> Ch
     if chosen[-1] in FAST:
         return ok(f"Transformer Engine with {chosen[-1]}")
     found = f"Transformer Engine falls back to {chosen[-1]}: 4 to 5 times slower, and several times the memory"
-    return fail(found, "its cuDNN does not load" + _library_path(environment))
+    return fail(found, "its cuDNN does not load" + _library_path())
 
 
-def _library_path(environment: Mapping[str, str]) -> str:
-    if environment.get("LD_LIBRARY_PATH"):
+def _library_path() -> str:
+    if os.environ.get("LD_LIBRARY_PATH"):
         return "; LD_LIBRARY_PATH is set and may mix cuDNN libraries of two installations: unset it and try again"
     return "; all cuDNN libraries must be of one release (pip install --force-reinstall nvidia-cudnn-cu12 or -cu13)"

@@ -17,7 +17,7 @@ from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.check import Check, Probe, fail, ok, warn
 from megatron_dapo.errors import CheckpointError
-from megatron_dapo.files import explain
+from megatron_dapo.files import check_writable, explain
 from megatron_dapo.observe.metrics_file import Record, RecordError, parse_records
 from megatron_dapo.rollout.pending_group import CarryOver
 from megatron_dapo.types import StepBatch
@@ -37,13 +37,10 @@ def probes(run_dir: Path, config: Config) -> list[Probe]:
 
 def writing(run_dir: Path) -> Check:
     """A file can be made and has room."""
-    trial = run_dir / f".doctor-{os.getpid()}"
     try:
-        trial.write_bytes(bytes(4096))
+        check_writable(run_dir)
     except OSError as error:
         return fail(f"{run_dir} cannot be written", explain(error, run_dir))
-    finally:
-        trial.unlink(missing_ok=True)
     found = os.statvfs(run_dir)
     return ok(f"{found.f_bavail * found.f_frsize / 1e9:.2f} GB and {found.f_favail} inodes free")
 

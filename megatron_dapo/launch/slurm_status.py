@@ -51,11 +51,6 @@ STATES = {
     "REVOKED": State("was taken over by another cluster", True),
     "FORGOTTEN": State("is no longer known to Slurm: it ended long ago, or is of another cluster", True),
 }  # fmt: skip
-SHORT = {
-    "NF": "NODE_FAIL", "TO": "TIMEOUT", "OOM": "OUT_OF_MEMORY", "PR": "PREEMPTED", "CD": "COMPLETED", "F": "FAILED",
-    "CA": "CANCELLED", "BF": "BOOT_FAIL", "DL": "DEADLINE", "PD": "PENDING", "R": "RUNNING", "CG": "COMPLETING",
-    "RQ": "REQUEUED", "S": "SUSPENDED", "ST": "STOPPED", "SE": "SPECIAL_EXIT",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +79,6 @@ class JobStatus:
         return " ".join(parts) + (f"; {known.advice.replace('JOB', str(self.job))}" if known.advice else "")
 
 
-def normal_state(text: str) -> str:
-    """The key of STATES for a spelling such as `CANCELLED by 1000`, `NODE_FAIL+` or `OOM`."""
-    name = re.split(r"[\s+]", text.strip().upper(), maxsplit=1)[0]
-    return SHORT.get(name, name)
-
-
 def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
     """Of an array the status of each task; of any other job one. A heterogeneous job has that of its first part."""
     reply = ask("scontrol", "-o", "show", "job", str(job))
@@ -103,7 +92,7 @@ def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
     tasks = [fields for fields in found if "ArrayTaskId" in fields]
     return [
         JobStatus(
-            f"{job}_{fields['ArrayTaskId']}" if tasks else job, normal_state(fields["JobState"]),
+            f"{job}_{fields['ArrayTaskId']}" if tasks else job, fields["JobState"],
             fields.get("Reason", ""), int(fields.get("Restarts", 0)), fields.get("ExitCode", ""),
         ) for fields in sorted(tasks, key=_first_task) or found[:1]
     ]  # fmt: skip
@@ -121,7 +110,7 @@ def _ended_jobs(job: int, ask: Ask) -> list[JobStatus]:
         states = dict(line.split("|", 1) for line in reply.stdout.splitlines() if "|" in line)
         if reply.returncode == 0 and states:
             tasks = [name for name in states if "_" in name] or [*states][-1:]
-            return [JobStatus(name, normal_state(states[name])) for name in tasks]
+            return [JobStatus(name, states[name].split()[0]) for name in tasks]  # CANCELLED by 1000
     return []
 
 

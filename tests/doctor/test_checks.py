@@ -189,42 +189,45 @@ SELECTED = "DEBUG:DotProductAttention:Selected backend = {}\n"
 
 
 @pytest.mark.parametrize(
-    ("result", "variables", "status", "words"),
+    ("result", "status", "words"),
     [
         (
             CommandResult(0, "attention ran", SELECTED.format("FusedAttention (sub-backend 1)")),
-            {},
             "ok",
             "FusedAttention",
         ),
-        (CommandResult(0, "attention ran", SELECTED.format("FlashAttention (2.8.3)")), {}, "ok", "FlashAttention"),
-        (CommandResult(0, "", SELECTED.format("UnfusedDotProductAttention")), {}, "fail", "UnfusedDotProductAttention"),
-        (CommandResult(0, "attention ran", ""), {}, "warn", "did not report"),
-        (CommandResult(1, "", "CUDNN_STATUS_NOT_INITIALIZED"), {}, "fail", "CUDNN_STATUS"),
+        (CommandResult(0, "attention ran", SELECTED.format("FlashAttention (2.8.3)")), "ok", "FlashAttention"),
+        (CommandResult(0, "", SELECTED.format("UnfusedDotProductAttention")), "fail", "UnfusedDotProductAttention"),
+        (CommandResult(0, "attention ran", ""), "warn", "did not report"),
+        (CommandResult(1, "", "CUDNN_STATUS_NOT_INITIALIZED"), "fail", "CUDNN_STATUS"),
     ],
 )
-def test_attention_backend(result, variables, status, words):
-    check = gpu.judge_attention(result, variables)
+def test_attention_backend(result, status, words):
+    check = gpu.judge_attention(result)
     assert check.status == status and words in check.found
 
 
-def test_slow_attention_suggests_unsetting_the_library_path():
+def test_slow_attention_suggests_unsetting_the_library_path(monkeypatch):
     result = CommandResult(0, "", SELECTED.format("UnfusedDotProductAttention"))
-    assert "unset it" in gpu.judge_attention(result, {"LD_LIBRARY_PATH": "/usr/lib/cudnn"}).remedy
-    assert "unset it" not in gpu.judge_attention(result, {}).remedy
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib/cudnn")
+    assert "unset it" in gpu.judge_attention(result).remedy
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert "unset it" not in gpu.judge_attention(result).remedy
 
 
 def test_attention_without_gpu_and_without_transformer_engine():
     assert gpu.attention(results(is_available=CommandResult(0, "cpu"))).status == "ok"
-    missing = CommandResult(0, "missing\n")
-    check = gpu.attention(results(is_available=CommandResult(0, "cuda"), transformer_engine=missing))
-    assert check.status == "warn" and "pip install" in check.remedy
-    broken = CommandResult(1, "", "ImportError: libcudnn_graph.so.9: undefined symbol")
-    assert "one call per sequence" in check.found
-    check = gpu.attention(results(is_available=CommandResult(0, "one kernel"), transformer_engine=missing))
+    check = gpu.attention(results(is_available=CommandResult(0, "one call per sequence\n")))
+    assert check.status == "warn" and "one call per sequence" in check.found and "pip install" in check.remedy
+    check = gpu.attention(results(is_available=CommandResult(0, "one kernel")))
     assert check.status == "ok" and "one kernel" in check.found
-    check = gpu.attention(results(is_available=CommandResult(0, "cuda"), transformer_engine=broken))
+    broken = CommandResult(1, "", "ImportError: libcudnn_graph.so.9: undefined symbol")
+    check = gpu.attention(results(is_available=broken))
     assert check.status == "fail" and "undefined symbol" in check.found
+
+
+def test_attention_of_this_machine():
+    assert gpu.attention().status in ("ok", "warn")
 
 
 def test_attention_is_run_with_debug_output():
@@ -234,9 +237,9 @@ def test_attention_is_run_with_debug_output():
         seen.append(environment)
         if "DotProductAttention" in command[-1]:
             return CommandResult(0, "attention ran", SELECTED.format("FusedAttention"))
-        return CommandResult(0, "cuda" if "is_available" in command[-1] else "ok")
+        return CommandResult(0, "transformer engine")
 
-    assert gpu.attention(run, {"HOME": "/x"}).status == "ok"
+    assert gpu.attention(run).status == "ok"
     assert seen[-1]["NVTE_DEBUG"] == "1" and seen[-1]["NVTE_DEBUG_LEVEL"] == "2"
 
 
