@@ -36,22 +36,12 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_quickstart(sub)
-    _add_train(sub)
-    _add_init(sub)
-    _add_import(sub)
-    _add_explain(sub)
-    _add_ablate(sub)
-    _add_eval(sub)
-    _add_convert(sub)
-    _add_report(sub)
-    _add_watch(sub)
-    _add_runs(sub)
-    _add_selfcheck(sub)
-    _add_plan(sub)
-    _add_simulate(sub)
-    _add_slurm(sub)
-    _add_doctor(sub)
+    commands = (
+        _add_quickstart, _add_train, _add_init, _add_import, _add_explain, _add_ablate, _add_eval, _add_convert,
+        _add_report, _add_watch, _add_runs, _add_selfcheck, _add_plan, _add_simulate, _add_slurm, _add_doctor,
+    )  # fmt: skip
+    for add in commands:
+        add(sub)
     return parser
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megatron_dapo.config.base import Address, PathText, Section
 from megatron_dapo.plugins import is_plugin
@@ -283,20 +283,12 @@ class AlgorithmConfig(Section):
             found.append(f"algorithm.dual_clip is {self.dual_clip:g}: gspo as published has no dual clip (null)")
         return found
 
-    @field_validator("objective")
+    @field_validator("objective", "advantage")
     @classmethod
-    def _known_objective(cls, name: str) -> str:
-        known = built_in_objectives()
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        known, kind = (ADVANTAGES, "function") if info.field_name == "advantage" else (built_in_objectives(), "name")
         if name not in known and not is_plugin(name):
-            raise ValueError(f"expected {', '.join(known)}, or python:module.name for a custom one; found {name!r}")
-        return name
-
-    @field_validator("advantage")
-    @classmethod
-    def _known_advantage(cls, name: str) -> str:
-        if name not in ADVANTAGES and not is_plugin(name):
-            known = ", ".join(ADVANTAGES)
-            raise ValueError(f"expected {known}, or python:module.function for a custom one; found {name!r}")
+            raise ValueError(f"expected {', '.join(known)}, or python:module.{kind} for a custom one; found {name!r}")
         return name
 
     @property

@@ -34,18 +34,13 @@ MOST_SKEW_SECONDS = 2.0
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 
 
-def run_directory(
-    run_dir: Path,
-    nodes: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-    mounts: Path = Path("/proc/self/mounts"),
-) -> Check:
+def run_directory(run_dir: Path, nodes: int = 1, mounts: Path = Path("/proc/self/mounts")) -> Check:
     """The run directory is writable, fast enough, and visible to other nodes."""
     parent = existing_parent(run_dir)
     if not parent.is_dir():
         return fail(f"{parent} is a file", "choose another trainer.run_dir")
     try:
-        speed = write_speed(parent, clock)
+        speed = write_speed(parent)
     except OSError as error:
         remedy = "choose another trainer.run_dir, or change its permissions or quota"
         return fail(f"{parent} is not writable: {error.strerror or error}", remedy)
@@ -116,12 +111,10 @@ def shared_memory(folder: Path = Path("/dev/shm"), usage: Callable[[Path], Any] 
     return ok(found)
 
 
-def clock_skew(
-    folder: Path, now: Callable[[], float] = time.time, stamp: Callable[[Path], float] | None = None
-) -> Check:
+def clock_skew(folder: Path) -> Check:
     """This machine's clock agrees with the file system's (the file server's, where it is shared)."""
     parent = existing_parent(folder)
-    skew = (stamp or _touch)(parent) - now()
+    skew = _touch(parent) - time.time()
     found = f"{skew:+.1f} s between this clock and that of {parent}"
     if abs(skew) > MOST_SKEW_SECONDS:
         return warn(found, "clocks differ, so logs and heartbeats of nodes cannot be compared: start chronyd or ntpd")

@@ -43,8 +43,7 @@ def version_tuple(text: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def python_version(version: tuple[int, ...] | None = None, read: Version = installed) -> Check:
-    found = tuple(sys.version_info[:3]) if version is None else version
+def python_version(found: tuple[int, ...] = tuple(sys.version_info[:3]), read: Version = installed) -> Check:
     text = ".".join(map(str, found))
     if found < (3, 11):
         return fail(text, "use Python 3.11 or newer")
@@ -138,9 +137,9 @@ def sglang_pairing(sglang: str, torch: str) -> str | None:
     return None
 
 
-def apex(locate: Callable[[], Path | None] | None = None) -> Check:
+def apex() -> Check:
     """NVIDIA's apex has fused optimizers; the PyPI package of that name is unrelated and breaks Megatron."""
-    folder = (locate or _apex_folder)()
+    folder = _apex_folder()
     if folder is None:
         return ok("not installed (not needed)")
     if (folder / "optimizers").is_dir() or (folder / "multi_tensor_apply").is_dir():

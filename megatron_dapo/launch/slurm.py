@@ -123,11 +123,10 @@ def _check_engines(job: Job) -> None:
             "weights: set rollout.weights.keep_snapshot to false (a restarted server then gets its weights with the "
             "next update)"
         )
-    needs_disk = rollout.weights.writes_files
     folder = Path(job.folder, rollout.weights.directory)
     # With the run directory in the same local folder, the job is a test on one machine.
     local = [root for root in LOCAL_FOLDERS if folder.is_relative_to(root) and not job.run_dir.is_relative_to(root)]
-    if needs_disk and local:
+    if rollout.weights.writes_files and local:
         raise ConfigError(
             f"rollout.weights.directory is {rollout.weights.directory}, which the engines on other nodes cannot see: "
             f"use a shared directory, e.g. {job.run_dir / 'weights'}"
