@@ -638,7 +638,8 @@ def _add_slurm(sub: Commands) -> None:
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
         config = load_config(args.config, [*args.set, *nodes])
         check_not_its_own_output(config, Path(args.config))
-        return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
+        beside = Path(args.config).resolve().parent
+        return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds, modules=beside)
 
     parser = add_command(
         sub, "slurm", run,

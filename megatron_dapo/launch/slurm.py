@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -210,13 +211,16 @@ def check_submission(script: Path, ask: Ask = ask) -> str:
 
 
 def run_slurm(
-    config: Config, *, dry_run: bool = False, chain: int = 1, seeds: Sequence[int] = (), ask: Ask = ask
-) -> int:
+    config: Config, *, dry_run: bool = False, chain: int = 1, seeds: Sequence[int] = (), ask: Ask = ask,
+    modules: Path | None = None,
+) -> int:  # fmt: skip
     """`seeds`: submit an array of runs, each with its own seed, in RUN_DIR/seed_N. A dry run needs no model on this
-    machine if it is a published one."""
+    machine if it is a published one. `modules`: a folder with the user's Python modules."""
     config, elsewhere = _locate_model(config, dry_run)
     run_dir = Path(config.trainer.run_dir).resolve()
-    job = Job(config, run_dir, Path.cwd(), chained=chain > 1, excluded=slow_nodes(run_dir), seeds=tuple(seeds))
+    job = Job(config, run_dir, Path.cwd(), modules, chain > 1, excluded=slow_nodes(run_dir), seeds=tuple(seeds))
+    if modules:
+        sys.path.append(str(modules))
     shape = check_job(job, elsewhere)
     absent = ""
     try:

@@ -94,6 +94,7 @@ class Job:
     config: Config
     run_dir: Path
     folder: Path
+    modules: Path | None = None  # where the user's Python modules are besides `folder`
     chained: bool = False  # a later job takes over, so this one does not queue itself again
     gpu_request: str = GPU_REQUEST  # or gres, none: what the cluster offers
     excluded: tuple[str, ...] = ()  # nodes that an earlier attempt found slow

@@ -131,7 +131,7 @@ def test_the_variables_of_the_script_are_not_the_users():
     lists = re.findall(r"\b(?:read -r|mapfile -t|printf -v|for|local|declare -A) ([\w ]+)", text)
     words = [word for words in lists for word in re.split(r"\bin\b", words)[0].split()]
     assigned = set(re.findall(r"(?:^|(?<=[\s;\"'(]))([A-Za-z_]\w*)\+?=(?![=~])", text, flags=re.M)) | {*words}
-    assigned -= {"CUDA_DEVICE_MAX_CONNECTIONS", "GROUP_"}  # keeps the value that it has; GROUP_0, GROUP_1
+    assigned -= {"CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH", "GROUP_"}  # keep the values they have; GROUP_0, GROUP_1
     assert {"RUN", "NODES", "ENGINES", "MASTER_ADDR", "node", "index"} <= assigned
     assert assigned == SCRIPT_VARIABLES
     for name in ("ENGINES", "GROUP_0"):

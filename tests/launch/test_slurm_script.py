@@ -11,6 +11,7 @@ from mini_slurm import processes_of_job
 from sparse_model import SMALL, write_sparse_model
 from waiting import wait_for
 
+from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.launch import slurm as launch
@@ -335,6 +336,21 @@ def test_a_dry_run_works_without_a_controller(raw, capsys):
     assert "valid, not submitted" in capsys.readouterr().out
     with pytest.raises(SlurmError, match="sinfo failed"):
         launch.run_slurm(parse_config(raw), ask=answer(stderr="sinfo: fatal", code=1))
+
+
+def test_modules_beside_the_configuration_are_found_as_by_train(raw, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/grader_beside.py").write_text("def grade(prompt, response):\n    return True\n")
+    raw["reward"] = {"grader": "python:grader_beside.grade"}
+    (tmp_path / "mine/run.yaml").write_text(json.dumps(raw))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert main(["slurm", "mine/run.yaml", "--dry-run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("export PYTHONPATH")]
+    for before, found in ((None, f"{tmp_path}/mine"), ("/a:/b", f"/a:/b:{tmp_path}/mine")):
+        shell = f"set -u\n{f'PYTHONPATH={before}' if before else 'unset PYTHONPATH'}\n{line}\necho $PYTHONPATH"
+        assert subprocess.run(["bash", "-c", shell], text=True, capture_output=True).stdout == f"{found}\n"
 
 
 def test_each_job_of_a_chain_depends_on_the_one_before(raw, capsys):
