@@ -22,7 +22,7 @@ from megatron_dapo.config.load import with_local_model
 from megatron_dapo.config.trainer import check_not_ours
 from megatron_dapo.engines.sglang.keys import API_KEY_VARIABLE, RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import explain, write_atomically
 from megatron_dapo.launch.local import check_run, rehearse_setup
 from megatron_dapo.launch.slurm_script import GPU_REQUEST, Job, render, seconds_of
 from megatron_dapo.planner.models import known_shape
@@ -86,7 +86,12 @@ def _check_environment_file(config: Config) -> None:
         raise ConfigError(f"slurm.environment_file: {path} does not exist: write lines NAME=value into it")
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"slurm.environment_file: others can read {path}, which is for secrets: chmod 600 {path}")
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:  # the script's shell may read no further than such a byte
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"slurm.environment_file: {path} cannot be read: {why}") from None
+    for number, line in enumerate(lines, 1):
         if line.strip() and not line.startswith("#") and not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", line):
             raise ConfigError(f"slurm.environment_file: line {number} of {path} is not NAME=value")
         try:
@@ -240,7 +245,10 @@ def run_slurm(
         report = "\n".join([setup.report(), *(rehearse_setup(config, setup) if dry_run else [])])
     else:
         report = f"not checked: weights, tokenizer and data, because {config.policy.model} is not on this machine"
-    write(job)
+    try:
+        write(job)
+    except OSError as error:
+        raise ConfigError(f"trainer.run_dir: {job.run_dir} cannot be written ({explain(error, run_dir)})") from None
     expected = f"not checked with Slurm: {absent}" if absent else check_submission(job.script, ask)
     print("\n".join([describe(job), report, *(f"warning: {line}" for line in config.warnings)]))
     if job.excluded:
@@ -324,5 +332,5 @@ def remember(run_dir: Path, jobs: list[int]) -> None:
 
 
 def submitted(run_dir: Path) -> list[int]:
-    path = run_dir / JOBS
-    return [int(job) for job in json.loads(path.read_text())] if path.exists() else []
+    path = run_dir / JOBS  # a list; what a full disk has left of it is read as well
+    return [int(job) for job in re.findall(r"\d+", path.read_text())] if path.exists() else []

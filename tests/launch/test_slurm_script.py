@@ -285,6 +285,9 @@ def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
     path.write_text("A=1\nNODES=2\n")
     with pytest.raises(ConfigError, match=r"line 2 of .*: NODES is a variable of the batch script"):
         check_job(job_of(raw))
+    path.write_bytes(b"A=1\n# caf\xe9\nB=2")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        check_job(job_of(raw))
     path.write_bytes(b"A=1\r\n\r\n# no value\nB=2")
     check_job(job_of(raw))
     loop = re.search(r"^while IFS= .*?^done .*?$", script_of(raw), re.DOTALL | re.MULTILINE)[0]
@@ -336,6 +339,15 @@ def test_a_dry_run_works_without_a_controller(raw, capsys):
     assert "valid, not submitted" in capsys.readouterr().out
     with pytest.raises(SlurmError, match="sinfo failed"):
         launch.run_slurm(parse_config(raw), ask=answer(stderr="sinfo: fatal", code=1))
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "/proc/x"])
+def test_a_run_directory_that_cannot_be_made_is_named(name, raw, tmp_path):
+    """Also in a dry run that reads neither model nor data."""
+    raw["policy"]["model"] = "models/Qwen2.5-32B"
+    raw["trainer"]["run_dir"] = str(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir"):
+        launch.run_slurm(parse_config(raw), dry_run=True, ask=answer("h100*\n"))
 
 
 def test_modules_beside_the_configuration_are_found_as_by_train(raw, tmp_path, monkeypatch, capsys):

@@ -77,6 +77,7 @@ def test_a_job_that_slurm_forgot_hides_no_other(tmp_path, capsys):
     remember(tmp_path, [7, 8])
     assert print_status(tmp_path, ask) == 0
     assert capsys.readouterr().out.startswith("job 8 is running\n0 steps done")
+    (tmp_path / "jobs.json").write_text("[7, 8")  # of a full disk
     remember(tmp_path, [9])
     assert print_status(tmp_path, ask) == 0, "job 8 runs"
     assert "job 9 is no longer known" in capsys.readouterr().out
