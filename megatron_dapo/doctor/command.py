@@ -87,8 +87,7 @@ def run(
     if config and Path(config).is_dir():
         from megatron_dapo.doctor import run_directory  # imports torch
 
-        saved = Path(config, "config.yaml")
-        found = run_directory.probes(Path(config), load_config(saved if saved.is_file() else None, overrides))
+        found = run_directory.probes(Path(config), overrides)
     else:
         found = make(load_config(config, overrides), config is not None)
     checks: list[Check] = []

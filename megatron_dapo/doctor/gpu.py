@@ -25,7 +25,6 @@ print(json.dumps({
     "torch": torch.__version__, "cuda": torch.version.cuda, "available": cuda,
     "devices": torch.cuda.device_count() if cuda else 0,
     "name": torch.cuda.get_device_name(0) if cuda else "",
-    "free": list(torch.cuda.mem_get_info(0)) if cuda else [],
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
 }))
 """

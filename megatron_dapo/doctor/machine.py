@@ -140,7 +140,7 @@ def ports(host: str, first: int, count: int) -> Check:
     return warn(f"in use on {host}: {', '.join(map(str, used))}", remedy)
 
 
-def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = datetime.now) -> Check:
+def slurm(run: CommandRunner = run_command) -> Check:
     """The Slurm controller responds, and its clock agrees with this machine's."""
     result = run(["sinfo", "--Node", "--noheader", "--format=%N %P %T"], 15)
     if result.missing:
@@ -156,7 +156,7 @@ def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = dateti
     usable = [s for s in states.values() if s.startswith(("idle", "mix", "alloc")) and not s.endswith("*")]
     partitions = sorted({name.rstrip("*") for _, name, _ in rows})
     found = f"partitions {', '.join(partitions) or 'none'}; {len(usable)} nodes up"
-    skew = _controller_skew(run, now)
+    skew = _controller_skew(run)
     if skew is not None and abs(skew) > 5:
         remedy = "start chronyd or ntpd: Slurm rejects credentials that are too old or from the future"
         return warn(f"{found}; its clock is {skew:+.0f} s off", remedy)
@@ -165,12 +165,12 @@ def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = dateti
     return ok(found)
 
 
-def _controller_skew(run: CommandRunner, now: Callable[[], datetime]) -> float | None:
+def _controller_skew(run: CommandRunner) -> float | None:
     """Seconds between the controller's clock, printed above its configuration, and ours; None: not printed."""
     result = run(["scontrol", "show", "config"], 15)
     first = result.out.splitlines()[0] if result.code == 0 and result.out else ""
     try:
-        return (datetime.fromisoformat(first.rpartition(" ")[2]) - now()).total_seconds()
+        return (datetime.fromisoformat(first.rpartition(" ")[2]) - datetime.now()).total_seconds()
     except ValueError:
         return None
 

@@ -47,11 +47,11 @@ class NodeSpeed:
         return max(self.pairs.values(), default=0.0)
 
 
-def pairings(nodes: int, rounds: int = ROUNDS) -> list[list[tuple[int, int]]]:
+def pairings(nodes: int) -> list[list[tuple[int, int]]]:
     """Rounds of disjoint pairs; no pair occurs twice. With an odd number of nodes one rests in each round."""
     seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     result = []
-    for _ in range(min(rounds if nodes % 2 == 0 else rounds + 1, len(seats) - 1)):
+    for _ in range(min(ROUNDS + nodes % 2, len(seats) - 1)):
         half = len(seats) // 2
         matches = zip(seats[:half], reversed(seats[half:]), strict=True)
         result.append([(a, b) for a, b in matches if a is not None and b is not None])

@@ -6,6 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from megatron_dapo.checkpoints.folder import CheckpointFolder
 from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.doctor.check import Check, Probe, fail, ok, warn
 from megatron_dapo.errors import CheckpointError
 from megatron_dapo.files import check_writable, explain
@@ -25,9 +26,15 @@ from megatron_dapo.types import StepBatch
 HOUR = 3600.0
 
 
-def probes(run_dir: Path, config: Config) -> list[Probe]:
+def probes(run_dir: Path, overrides: Sequence[str]) -> list[Probe]:
     checks = (writing, holder, checkpoints, metrics, leftovers)
     found = [Probe(look.__name__, partial(look, run_dir), HOUR) for look in checks]
+    saved, config = run_dir / "config.yaml", load_config(None, overrides)
+    try:
+        config = load_config(saved, overrides) if saved.is_file() else config
+    except ConfigError as error:  # of another version, perhaps
+        damage = warn(str(error), "a start replaces it; servers are not asked")
+        found.insert(0, Probe(saved.name, lambda: damage))
     servers = config.rollout.servers
     if servers.addresses:
         key = os.environ.get(servers.api_key_env or "")

@@ -77,15 +77,13 @@ def packages(read: Version = installed) -> Check:
     return ok(", ".join(found))
 
 
-def lock(
-    read: Version = installed, folder: Path = LOCKS, python: tuple[int, ...] = tuple(sys.version_info[:2])
-) -> Check:
+def lock(read: Version = installed, python: tuple[int, ...] = tuple(sys.version_info[:2])) -> Check:
     """The versions here and those we test (megatron_dapo/locks). Other versions may work."""
     torch = read("torch")
     if torch is None:
         return fail("torch is not installed", "tools/install.sh cpu, or cuda13")
-    name = "cpu" if _is_cpu_build(torch, folder, python) else "cuda13"
-    pins = read_lock(folder / f"{name}.txt", python)
+    name = "cpu" if _is_cpu_build(torch, python) else "cuda13"
+    pins = read_lock(LOCKS / f"{name}.txt", python)
     versions = {package: read(package) for package in pins}
     differ = [
         f"{package} {version} ({pins[package]})" for package, version in versions.items()
@@ -118,10 +116,10 @@ def read_lock(path: Path, python: tuple[int, ...]) -> dict[str, str]:
     return pins
 
 
-def _is_cpu_build(torch: str, folder: Path, python: tuple[int, ...]) -> bool:
+def _is_cpu_build(torch: str, python: tuple[int, ...]) -> bool:
     """By the local version, e.g. +cpu; a build without one is taken for that of the lock with the same version."""
     _, _, local = torch.partition("+")
-    return local == "cpu" if local else read_lock(folder / "cpu.txt", python)["torch"] == torch
+    return local == "cpu" if local else read_lock(LOCKS / "cpu.txt", python)["torch"] == torch
 
 
 def sglang_pairing(sglang: str, torch: str) -> str | None:

@@ -5,7 +5,6 @@ import resource
 import socket
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -167,7 +166,7 @@ def test_nvidia_smi_output_is_judged(tmp_path, monkeypatch):
 
 
 def torch_says(**values):
-    seen = {"torch": "2.13.0", "cuda": "13.0", "available": False, "devices": 0, "name": "", "free": [], "nccl": ""}
+    seen = {"torch": "2.13.0", "cuda": "13.0", "available": False, "devices": 0, "name": "", "nccl": ""}
     return CommandResult(0, json.dumps({**seen, **values}))
 
 
@@ -384,7 +383,7 @@ def test_slurm_commands_without_a_cluster_are_no_failure(tmp_path, monkeypatch):
 def test_slurm_absent_or_all_down():
     assert machine.slurm(results()).found == "not a Slurm machine"
     down = results(sinfo=CommandResult(0, "n1 gpu drained\n"), scontrol=CommandResult(1, ""))
-    assert machine.slurm(down, datetime.now).status == "warn"
+    assert machine.slurm(down).status == "warn"
 
 
 def test_low_limits_are_reported(tmp_path):

@@ -128,6 +128,15 @@ def test_a_run_directory_is_examined_and_not_changed(tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_run_of_another_version_is_examined(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("trainer: {stepz: 3}\n")
+    assert run(str(tmp_path), as_json=True) == 0
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert "did you mean 'trainer.steps'" in found["config.yaml"]["found"] and found["checkpoints"]["status"] == "ok"
+    with pytest.raises(UserError, match="--set"):
+        run(str(tmp_path), ["trainer.stepz=3"])
+
+
 BITWISE = {
     "policy": {"true_on_policy": True},
     "rollout": {"engine": "sglang", "sampler": {"order": "prompt", "unfinished": "finish"}},
