@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any, cast
 
 from megatron_dapo.processes import supervisor
@@ -125,14 +124,9 @@ def start_worker(command: Sequence[str], environment: dict[str, str]) -> tuple[S
 
 def members(session: int) -> list[int]:
     """Processes of the session that have not ended."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
-                state, _, _, its_session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(its_session) == session and state not in "ZX":
-                    found.append(int(path.name))
-    return found
+    return [
+        pid for pid, state, _, its_session in supervisor.processes() if its_session == session and state not in "ZX"
+    ]
 
 
 def _kill_session(session: int) -> None:

@@ -22,6 +22,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 SET_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of prctl
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -110,7 +111,7 @@ def _kill_descendants(child: int) -> None:
     while True:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
-        for pid in _children():
+        for pid in [pid for pid, _, parent, _ in processes() if parent == os.getpid()]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -119,15 +120,13 @@ def _kill_descendants(child: int) -> None:
             return
 
 
-def _children() -> list[int]:
-    """Processes whose parent is this one."""
-    me, found = str(os.getpid()), []
+def processes() -> Iterator[tuple[int, str, int, int]]:
+    """(pid, state, parent, session) of every process. The name, which is before them in the file, may be no text."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
-            with open(f"/proc/{name}/stat") as file:
-                if file.read().rpartition(")")[2].split()[1] == me:
-                    found.append(int(name))
-    return found
+            with open(f"/proc/{name}/stat", errors="replace") as file:
+                state, parent, _, session = file.read().rpartition(")")[2].split()[:4]
+            yield int(name), state, int(parent), int(session)
 
 
 def _die_of(number: int) -> None:

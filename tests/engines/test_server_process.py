@@ -1,6 +1,7 @@
 """A server's processes: they end together and with their launcher, and nobody else can read their keys."""
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
 from megatron_dapo.engines.sglang.server_process import ServerProcess, log_tail, sglang_command
 from megatron_dapo.errors import ConfigError, EngineError
 from megatron_dapo.processes import supervisor
-from megatron_dapo.processes.supervised import members
+from megatron_dapo.processes.supervised import SupervisedProcess, members
 
 # A main process with two workers that nothing tells of its death, as SGLang's while they import.
 TREE = """\
@@ -61,6 +62,31 @@ def launch(tmp_path):
     process.spawn()
     (tmp_path / "session").write_text(str(process.pid))
     time.sleep(100)
+
+
+# Its child detaches itself. Linux cuts the name of a process after 15 bytes, which may be within a letter.
+DETACHED = """\
+import ctypes, os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    ctypes.CDLL(None).prctl(15, b"worker-\\xe4\\xb8", 0, 0, 0)
+    with open(sys.argv[1], "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(100)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+def test_a_name_that_is_no_text_hides_no_process(tmp_path):
+    process = SupervisedProcess([sys.executable, "-c", DETACHED, str(tmp_path / "pid")])
+    assert process.wait() == 0
+    child = int((tmp_path / "pid").read_text())
+    try:
+        assert not members(child), "it went on"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("moment", ["ready", "session"])
