@@ -303,10 +303,10 @@ def _add_convert(sub: Commands) -> None:
         from megatron_dapo.weights import command
 
         options = {key: value for key, value in vars(args).items() if key not in ("run", "convert")}
-        return int(getattr(command, args.convert)(**options))
+        return int(getattr(command, args.convert.replace("-", "_"))(**options))
 
     group = sub.add_parser("convert", help="Convert HF checkpoints to Megatron and back, and compare them.")
-    inner = group.add_subparsers(title="conversions", metavar="CONVERSION", required=True)
+    inner = group.add_subparsers(title="conversions", dest="convert", metavar="CONVERSION", required=True)
     codes = "\n\nexit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but weights are NaN or infinite"
     to_megatron = add_command(
         inner, "hf-to-megatron", run,
@@ -321,8 +321,7 @@ def _add_convert(sub: Commands) -> None:
         "examples:\n  megatron-dapo convert megatron-to-hf RUN_DIR out --step 100\n"
         "  megatron-dapo convert megatron-to-hf /checkpoints/pretrained out --reference Qwen3-32B" + codes,
     )  # fmt: skip
-    for parser, name in ((to_megatron, "hf_to_megatron"), (to_hf, "megatron_to_hf")):
-        parser.set_defaults(convert=name)
+    for parser in (to_megatron, to_hf):
         parser.add_argument("source", metavar="SRC", help="checkpoint to read")
         parser.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
         parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: as stored")
@@ -341,7 +340,6 @@ def _add_convert(sub: Commands) -> None:
         "weights in fp8 (rollout.servers.model, rollout.weights.quantization).",
         "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8" + codes,
     )  # fmt: skip
-    to_fp8.set_defaults(convert="hf_to_fp8")
     to_fp8.add_argument("source", metavar="SRC", help="HF model in bf16")
     merge = add_command(
         inner, "merge-adapter", run,
@@ -349,7 +347,6 @@ def _add_convert(sub: Commands) -> None:
         "policy.lora writes one into each checkpoint.",
         "example:\n  megatron-dapo convert merge-adapter Qwen3 lora/checkpoints/step_100/policy/adapter merged" + codes,
     )  # fmt: skip
-    merge.set_defaults(convert="merge_adapter")
     merge.add_argument("model", metavar="MODEL", help="HF model that the adapter was trained on")
     merge.add_argument("adapter", metavar="ADAPTER", help="PEFT directory")
     for parser in (to_fp8, merge):
@@ -361,7 +358,6 @@ def _add_convert(sub: Commands) -> None:
         "example:\n  megatron-dapo convert verify Qwen3-32B /checkpoints/qwen3-32b\n\n"
         "exit codes: 0 same, 1 different, 2 refused or failed",
     )  # fmt: skip
-    check.set_defaults(convert="verify")
     check.add_argument("a", metavar="A")
     check.add_argument("b", metavar="B")
     check.add_argument("--reference", metavar="HF_DIR", help="HF model whose config.json describes the weights")

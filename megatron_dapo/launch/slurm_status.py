@@ -62,12 +62,11 @@ class JobStatus:
     exit_code: str = ""
 
     @property
-    def over(self) -> bool:
-        known = STATES.get(self.state)
-        return known is not None and known.over
+    def known(self) -> State:
+        return STATES.get(self.state, State(f"is in state {self.state}, which this version does not know", False))
 
     def description(self) -> str:
-        known = STATES.get(self.state, State(f"is in state {self.state}, which this version does not know", False))
+        known = self.known
         parts = [f"job {self.job} {known.description}"]
         if self.state == "FAILED" and self.exit_code:
             status, _, signal = self.exit_code.partition(":")
@@ -120,14 +119,14 @@ def print_status(run_dir: Path, ask: Ask = ask) -> int:
     if not jobs:
         raise SlurmError(f"{run_dir}: no job was submitted with this run directory (no {JOBS})")
     *earlier, newest = [job_statuses(job, ask) for job in jobs]
-    for status in [s for statuses in earlier for s in statuses if not s.over] + newest:
+    for status in [s for statuses in earlier for s in statuses if not s.known.over] + newest:
         print(status.description())
     for run in sorted(run_dir.glob("seed_*")) or [run_dir]:
         print(f"{steps_done(run)} steps done; logs: {run / 'logs' / 'latest'}")
         ended = run / "logs" / "latest" / "heartbeat" / "ended"
         if ended.exists():
             print(ended.read_text().rstrip())
-    over = all(status.over for statuses in [*earlier, newest] for status in statuses)
+    over = all(status.known.over for statuses in [*earlier, newest] for status in statuses)
     return 1 if over and any(status.state != "COMPLETED" for status in newest) else 0
 
 

@@ -55,7 +55,7 @@ def test_status_shows_exit_code_restarts_steps_and_hang(tmp_path, capsys):
 
 def test_an_unknown_state_is_shown_as_it_is():
     status = job_statuses(7, scontrol("EXPLODED"))[0]
-    assert not status.over and "EXPLODED, which this version does not know" in status.description()
+    assert not status.known.over and "EXPLODED, which this version does not know" in status.description()
 
 
 def test_a_job_that_the_controller_forgot_is_found_in_the_accounting():
