@@ -226,7 +226,7 @@ def _modified(path: Path) -> int:
 def _start_time(pid: int) -> str:
     """Field 22 of /proc/PID/stat, which tells a process from a later one with the same pid; empty if there is none."""
     try:
-        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return "" if state in "ZX" else numbers[18]  # Z, X: it has ended, and its parent has not collected it yet
     except (OSError, IndexError):
         return ""
