@@ -40,10 +40,10 @@ def run_cells(folder):
     import_trainer(driver=True)
     real, started = api._command, []
 
-    def command(*arguments, folder):
+    def command(*arguments, folder, config):
         started.append(arguments[0])
         if len(started) == 1:
-            return real(*arguments, folder=folder)
+            return real(*arguments, folder=folder, config=config)
         if run_in_fork(in_fork, arguments, folder):
             raise AssertionError(arguments)
 
