@@ -334,6 +334,8 @@ REHEARSED = [
     setting("reward", {"grader": "http", "http": LOST}, "no address", "a lost host"),
     plugin(FILTER, "a filter that returns text", "def one(group): return 'keep'\n", "must return a bool"),
     plugin(FILTER, "a filter that raises", "def one(group): return group.nonsense\n", "AttributeError"),
+    plugin("observe.tracker", "a tracker that raises", "def one(run_dir, settings): settings['trainer']['seed'] / 0\n",
+           "python:bad_plugin.one raised ZeroDivisionError at bad_plugin.py:1"),
     plugin(OBJECTIVE, "an objective that is a function", "def one(config): return 1\n", "must be a class derived from"),
     plugin(OBJECTIVE, "a loss that raises", MY_LOSS.format("batch.nonsense"), "AttributeError"),
     plugin(OBJECTIVE, "a loss of another shape", MY_LOSS.format("scores.logprobs[:1]"), OBJECTIVE),

@@ -27,7 +27,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import Record
 from megatron_dapo.observe.transcripts import StepSamples
-from megatron_dapo.plugins import load_function
+from megatron_dapo.plugins import in_one_line, load_function
 
 COLUMNS = ("prompt_id", "prompt", "reference", "group", "verdict", "score", "advantage", "tokens", "text")
 RULE = re.compile(r"diagnosis\.md#([\w-]+)")  # in the message of a finding
@@ -68,7 +68,11 @@ def make_trackers(config: ObserveConfig, run_dir: Path, settings: Mapping[str, A
         _require("tensorboard", "observe.tensorboard")
         found.append(TensorBoard(run_dir / "logs" / "tensorboard"))
     if config.tracker is not None:
-        tracker = load_function(config.tracker, "observe.tracker")(run_dir, settings)
+        make = load_function(config.tracker, "observe.tracker")
+        try:
+            tracker = make(run_dir, settings)
+        except Exception as error:
+            raise UserError(f"observe.tracker: {config.tracker} raised {in_one_line(error, make)}") from error
         if not isinstance(tracker, Tracker):
             raise UserError(f"observe.tracker: {config.tracker} must be a class derived from {__name__}.Tracker")
         found.append(tracker)

@@ -58,7 +58,7 @@ class Setup:
 
 def check_setup(config: Config, shape: ModelShape) -> Setup:
     """Raises UserError when the run cannot work."""
-    make_trackers(config.observe, Path(config.trainer.run_dir), {})
+    make_trackers(config.observe, Path(config.trainer.run_dir), config.model_dump(mode="json"))
     _check_wandb(config.observe.wandb)
     _check_best_metric(config)
     load_objective(config.algorithm)
