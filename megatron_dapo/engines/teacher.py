@@ -122,9 +122,9 @@ class TransformersScorer:
     def _compute(self, prompt: Tokens, response: Tokens) -> LogProbs:
         import torch
 
-        if (largest := int(max(prompt.max(), response.max()))) >= self._vocabulary:
-            raise EngineError(f"the sample has token {largest}, and the teacher only {self._vocabulary} tokens")
         tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        if (largest := int(tokens.max())) >= self._vocabulary:
+            raise EngineError(f"the sample has token {largest}, and the teacher only {self._vocabulary} tokens")
         with torch.inference_mode():
             logits = self._model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
         found = logits.log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]

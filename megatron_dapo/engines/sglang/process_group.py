@@ -82,7 +82,10 @@ class WeightProcessGroups:
     ) -> None:
         """`flat` None: another rank sends. `label`: the servers' version label once they have the bucket."""
         calls = {s.name: s.receive_broadcast(body, label, self._config.timeout) for s in self._servers}
-        ours = partial(self._source.send, flat) if self._source is not None and flat is not None else lambda: None
+        ours: Callable[[], None] | None = None
+        if flat is not None:
+            assert self._source is not None
+            ours = partial(self._source.send, flat)
         await self._both_sides("broadcasting weights", calls, ours, link)
 
     async def leave(self) -> None:
@@ -100,11 +103,11 @@ class WeightProcessGroups:
         self,
         doing: str,
         calls: Mapping[str, Awaitable[None]],
-        ours: Callable[[], None],
+        ours: Callable[[], None] | None,
         link: SenderLink | None,
     ) -> None:
         """Runs our side in a thread and the servers' over HTTP; the first failure of either ends the wait."""
-        mine = asyncio.get_running_loop().run_in_executor(self._thread, ours)
+        mine = asyncio.get_running_loop().run_in_executor(self._thread, ours or (lambda: None))
         tasks: dict[asyncio.Future[None], str] = {asyncio.ensure_future(call): name for name, call in calls.items()}
         waiting, elsewhere = {*tasks, mine}, ""
         deadline = asyncio.get_running_loop().time() + self._config.timeout

@@ -269,15 +269,15 @@ class TensorTransport(DirectTransport):
         self, number: int, bucket: Bucket, prepared: SharedBucket | None, servers: Sequence[SGLangClient]
     ) -> Errors:
         link, timeout = self._link, self._config.timeout
-        receivers = (bucket.receivers if isinstance(bucket, FlatBucket | RemoteBucket) else ()) or (0,)
         payloads = {} if prepared is None else {0: prepared.payload}
-        # By server: the rank on its node that holds this bucket.
-        per_node = len(self._order) // len(receivers)
-        rank_of = {name: receivers[index // per_node] for index, name in enumerate(self._order)}
+        rank_of = {server.name: 0 for server in servers}  # the rank on its node that holds this bucket
         if link is None:
             assert prepared is not None
             prepared.expect(len(servers))
         else:
+            assert isinstance(bucket, FlatBucket | RemoteBucket)
+            per_node = len(self._order) // len(bucket.receivers)
+            rank_of = {name: bucket.receivers[index // per_node] for index, name in enumerate(self._order)}
             try:
                 for rank in {rank_of[server.name] for server in servers} - {0}:
                     payloads[rank] = await asyncio.to_thread(link.payload, number, rank)
