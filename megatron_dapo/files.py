@@ -104,6 +104,13 @@ def create_atomically(path: Path, content: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def read_end(path: Path, size: int) -> bytes:
+    """The last bytes of a file that may be large."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read()
+
+
 def fsync_path(path: str | Path) -> None:
     """Flush a file or a directory to disk. File systems that cannot flush directories are tolerated."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -66,8 +66,10 @@ async def evaluate_sets(
     seconds = time.monotonic() - started
     results = {}
     for name, prompts in sets.items():
-        parts = [list(islice(responses, settings[name].samples)) for _ in prompts]
-        problems = [ProblemResult(p.id, p.question, p.answer, r, p.text) for p, r in zip(prompts, parts, strict=True)]
+        samples = settings[name].samples
+        problems = [
+            ProblemResult(p.id, p.question, p.answer, list(islice(responses, samples)), p.text) for p in prompts
+        ]
         results[name] = summarise(problems, settings[name], seed, seconds)
     return Evaluation(config, results)
 

@@ -223,7 +223,10 @@ def run_slurm(
     machine if it is a published one. `modules`: a folder with the user's Python modules."""
     config, elsewhere = _locate_model(config, dry_run)
     run_dir = Path(config.trainer.run_dir).resolve()
-    job = Job(config, run_dir, Path.cwd(), modules, chain > 1, excluded=slow_nodes(run_dir), seeds=tuple(seeds))
+    job = Job(
+        config, run_dir, Path.cwd(), modules=modules, chained=chain > 1, excluded=slow_nodes(run_dir),
+        seeds=tuple(seeds),
+    )  # fmt: skip
     if modules:
         sys.path.append(str(modules))
     shape = check_job(job, elsewhere)

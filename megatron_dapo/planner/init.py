@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import Config, ConfigError, check_config, parse_config
-from megatron_dapo.config.base import dump_yaml
+from megatron_dapo.config.base import dump_yaml, leaves
 from megatron_dapo.config.importing import nested, write_or_print
 from megatron_dapo.config.load import apply_overrides
 from megatron_dapo.planner.hardware import cluster_of
@@ -92,9 +92,7 @@ def _config(recipe: dict[str, Any], settings: list[str]) -> Config:
 
 def _given(key: str, settings: list[str]) -> int | None:
     """The whole number that the settings give this key."""
-    value: Any = apply_overrides({}, settings)
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+    value = dict(leaves(apply_overrides({}, settings))).get(key)
     return value if isinstance(value, int) else None
 
 

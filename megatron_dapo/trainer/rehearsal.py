@@ -30,6 +30,7 @@ from megatron_dapo.data import RunData
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import Dtype, read_safetensors_directory
+from megatron_dapo.plugins import in_one_line
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.step import LossInputs
 from megatron_dapo.reward.combined import ResponseGrader
@@ -168,9 +169,9 @@ def _named(key: str) -> Iterator[None]:
 
 
 def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not isinstance(error, UserError):
-        return f"{type(error).__name__}: {' '.join(lines)}"
+        return in_one_line(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0].rstrip(':')}: {lines[-1]}"
 
 

@@ -29,6 +29,7 @@ from megatron_dapo.engines.protocol import Engine, WeightReport, derive_seed
 from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluation import Evaluation, evaluate_sets
+from megatron_dapo.files import read_end
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import ResponseGrader
@@ -471,9 +472,7 @@ def newest_line(logs: Path) -> str:
     """The last line of the server log that was written to last; empty if there is none."""
     try:
         log = max(logs.glob("server-*.log"), key=lambda path: path.stat().st_mtime)
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = read_end(log, 4096).decode(errors="replace").splitlines()
     except (OSError, ValueError):  # no log yet
         return ""
     return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")

@@ -28,6 +28,7 @@ from megatron_dapo.engines.sglang.client import (
 from megatron_dapo.engines.sglang.http import server_url
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
+from megatron_dapo.files import read_end
 from megatron_dapo.processes.supervised import SupervisedProcess
 
 LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
@@ -90,9 +91,7 @@ def sglang_command(
 
 def log_tail(log: Path) -> str:
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+        text = read_end(log, TAIL_BYTES).decode(errors="replace")
         lines = [line[:LINE_LENGTH] for line in text.splitlines()[-LOG_TAIL:]]
     except OSError as error:
         return f"its log cannot be read: {error}"

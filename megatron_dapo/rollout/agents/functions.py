@@ -85,20 +85,20 @@ class RolloutFunction:
             raise UserError(f"rollout.generate: {self.name} on prompt {prompt.id!r}: {error}") from None
 
 
-def load_rollout_function(whole: Config, tokenizer: Any = None) -> RolloutFunction | None:
+def load_rollout_function(config: Config, tokenizer: Any = None) -> RolloutFunction | None:
     """The function that `rollout.generate` names; None: a response is one turn."""
-    config = whole.rollout
-    if config.generate is None:
+    name = config.rollout.generate
+    if name is None:
         return None
-    function = load_function(config.generate, "rollout.generate")
+    function = load_function(name, "rollout.generate")
     if not inspect.iscoroutinefunction(function):
-        raise UserError(f"rollout.generate: {config.generate} must be an `async def` function")
+        raise UserError(f"rollout.generate: {name} must be an `async def` function")
     resume = getattr(function, "resume", "restart")
     if resume not in get_args(Resume):
-        raise UserError(f"rollout.generate: {config.generate} declares resume={resume!r}, expected turn or restart")
+        raise UserError(f"rollout.generate: {name} declares resume={resume!r}, expected turn or restart")
     return RolloutFunction(
-        config.generate, cast(Generate, function), dict(config.generate_settings), tokenizer, cast(Resume, resume),
-        whole.reward.scores,
+        name, cast(Generate, function), dict(config.rollout.generate_settings), tokenizer, cast(Resume, resume),
+        config.reward.scores,
     )  # fmt: skip
 
 
