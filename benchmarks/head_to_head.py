@@ -7,10 +7,11 @@ Each run is a process of its own; every round runs ours, then each peer. All tra
 samples in each step, in the same order and with the same token ids (asserted), temperature 1, up to 768 new tokens,
 bf16, AdamW, group-normalised advantages, clip 0.2 and 0.28, token mean, one grader (peers/grader.py); no KL term, no
 dynamic sampling. With `--lr 0` (1e-30: the weights stay as they are) all have the same distribution of lengths: the
-clean figure of speed. With others the accuracies on the prompts, which are new in each step, are a second table: at
-equal samples and at equal minutes. The configurations are in benchmarks/peers/. Arguments after `--` go to our SGLang
-server. Of a peer that was not installed but unpacked, the folder must have site-packages in its name: datasets, which
-TRL uses, pickles modules from elsewhere by value, and pyarrow cannot be.
+clean figure of speed. With others the accuracies on the prompts, which are new in each step, are a second table, with
+the minutes it took. The configurations are in benchmarks/peers/. Arguments after `--` go to our SGLang server. Of a
+peer that was not installed but unpacked, the folder must have site-packages in its name: datasets, which TRL uses,
+pickles modules from elsewhere by value, and pyarrow cannot be. Unpack with unzip: Python's zipfile makes no file
+executable, and Ray starts programs.
 
 Times are taken from outside: a step ends when its line appears in the system's own log. Trained tokens/s are the
 response tokens in the loss ÷ the time between the line of the last warm-up step and the last line. Memory is what
@@ -34,7 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import psutil
@@ -63,8 +64,8 @@ from systems import (  # noqa: E402
 )
 
 FROZEN = 1e-30  # stands for learning rate 0: no weight changes
+PEER_SYSTEMS = ("trl", "verl")
 PHASES = ("generate", "log_probs", "update", "sync")
-VLLM_UNSET = ("TORCHDYNAMO_DISABLE",)  # would take vLLM's compiled kernels and most of its CUDA graphs away
 MARK = "HEAD_TO_HEAD_RUN"
 CELL = 3  # steps
 ENDING = 15  # seconds in which a run that is done may end by itself
@@ -116,8 +117,7 @@ def run_one(system: System, work: Work, folder: Path, limit: float) -> dict[str,
         "VERL_FILE_LOGGER_PATH": str(folder / "steps.jsonl"), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
         "RAY_memory_monitor_refresh_ms": "0",  # it would end workers where memory is added to a machine as it is used
     }  # fmt: skip
-    for name in system.unset:
-        environment.pop(name, None)
+    environment.pop("TORCHDYNAMO_DISABLE", None)  # would take fused kernels away: vLLM's, and SwiGLU in our layers
     command, cpu = system.command(work, folder), CpuTime(marked[MARK])
     steps: list[Any] = []
     with ExitStack() as stack:
@@ -244,21 +244,31 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def learning(runs: list[dict[str, Any]]) -> str:
-    """Accuracy on prompts that no run has seen before, at equal samples and at equal minutes since the start, until the
-    fastest run ends. A cell is the mean of the last CELL steps, those of the warm-up included."""
+    """Accuracy on prompts that no run has seen before, with the minutes since the start, then ours − peer, step by step
+    on the same prompts. A cell is the mean of the last CELL steps, those of the warm-up included: they differ in
+    difficulty, so the same minute of two runs, which have other prompts then, is no comparison."""
     runs = [run for run in runs if run["lr"] and len(run["steps"]) >= CELL]
     if not runs:
         return ""
     counts = range(CELL, max(len(run["steps"]) for run in runs) + 1, CELL)
-    minutes = range(1, int(min(run["steps"][-1]["at"] for run in runs) // 60) + 1)
-    titles = ["system", "round", *(f"step {count}" for count in counts), *(f"{minute} min" for minute in minutes)]
+    titles = ["system", "round", *(f"step {count}" for count in counts)]
     lines = ["", f"Accuracy, means of {CELL} steps:", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for run in runs:
-        steps = run["steps"]
-        done = [count if count <= len(steps) else 0 for count in counts]
-        done += [sum(step["at"] <= 60 * minute for step in steps) for minute in minutes]
-        cells = [f"{fmean(s['accuracy'] for s in steps[n - CELL : n]):.1%}" if n >= CELL else "" for n in done]
+        cells = [
+            f"{fmean(s['accuracy'] for s in run['steps'][n - CELL : n]):.1%} ({run['steps'][n - 1]['at'] / 60:.1f} min)"
+            if n <= len(run["steps"])
+            else ""
+            for n in counts
+        ]
         lines.append(f"| {' | '.join([run['system'], str(run['round']), *cells])} |")
+    lines += ["", "Ours − peer, percentage points, mean of the steps ± its standard error:", ""]
+    ours = {(run["lr"], run["round"]): run["steps"] for run in runs if run["system"] == "ours"}
+    for run in runs:
+        steps = ours.get((run["lr"], run["round"]), [])
+        if run["system"] in PEER_SYSTEMS and steps:
+            gaps = [100 * (a["accuracy"] - b["accuracy"]) for a, b in zip(steps, run["steps"], strict=False)]
+            error = stdev(gaps) / len(gaps) ** 0.5
+            lines.append(f"- {run['system']}, round {run['round']}: {fmean(gaps):.1f} ± {error:.1f}, {len(gaps)} steps")
     return "\n".join(lines) + "\n"
 
 
@@ -289,10 +299,10 @@ def make_systems(args: argparse.Namespace, samples: int) -> dict[str, System]:
         for name, more in VARIANTS.items()
     }
     return systems | {
-        "trl": System(lambda _, f: trl_command(f, args.trl_python), "steps.jsonl", trl_step, args.trl_path, VLLM_UNSET),
+        "trl": System(lambda _, f: trl_command(f, args.trl_python), "steps.jsonl", trl_step, args.trl_path),
         "verl": System(
             lambda w, f: verl_command(w, f, args.verl_python), "steps.jsonl", lambda x: verl_step(x, samples),
-            args.verl_path, VLLM_UNSET,
+            args.verl_path,
         ),
     }  # fmt: skip
 
@@ -303,7 +313,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="HF directory with its tokenizer")
     parser.add_argument("--data", type=Path, help="folder with gsm8k_train.jsonl")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--peers", nargs="*", choices=["trl", "verl"], default=["trl"])
+    parser.add_argument("--peers", nargs="*", choices=PEER_SYSTEMS, default=["trl"])
     parser.add_argument(
         "--apart", nargs="*", choices=list(VARIANTS)[1:], default=[], help="these too, once, at the end"
     )
@@ -314,7 +324,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, nargs="+", default=[0.0, 2e-6], help="one after the other")
     parser.add_argument("--limit", type=float, default=600, help="seconds of a run")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after MINUTES")
-    for peer in ("trl", "verl"):
+    for peer in PEER_SYSTEMS:
         parser.add_argument(f"--{peer}-python", default=sys.executable, help=f"a Python that has {peer}")
         parser.add_argument(f"--{peer}-path", default="", help=f"PYTHONPATH with {peer}")
         parser.add_argument(f"--{peer}-set", nargs="+", default=[], metavar="KEY=JSON", help=f"options of {peer}")
@@ -333,7 +343,7 @@ def main() -> int:
     work = replace(work, steps=args.steps + args.warmup, updates=args.updates, prompts=str(out / "prompts.jsonl"))
     write_prompts(work, data)
     systems = make_systems(args, work.prompts_per_step * work.samples)
-    options = {peer: dict(pair.split("=", 1) for pair in vars(args)[f"{peer}_set"]) for peer in ("trl", "verl")}
+    options = {peer: dict(pair.split("=", 1) for pair in vars(args)[f"{peer}_set"]) for peer in PEER_SYSTEMS}
     plan = [(lr, turn, name) for lr in args.lr for turn in range(args.rounds) for name in ["ours", *args.peers]]
     for lr, turn, name in [*plan, *((args.lr[-1], 0, name) for name in args.apart)]:
         file = out / f"{name}_lr{lr:g}_{turn}" / "run.json"

@@ -38,7 +38,6 @@ class System:
     log: str  # the file with its step lines
     parse: Callable[[Line], Line | None]  # None: not the line of a step
     path: str  # PYTHONPATH
-    unset: tuple[str, ...] = ()  # variables of the shell that it must not see
 
 
 def our_config(gpu: bool) -> Path:
@@ -65,7 +64,7 @@ def our_step(line: Line) -> Line | None:
     times = {"generate": "rollout", "log_probs": "log_probs", "update": "update", "sync": "sync"}
     return {
         "step": line["step"], "samples": found["rollout/samples_trained"], "tokens": found["train/tokens"],
-        "generated": found["rollout/response_tokens"], "accuracy": found["reward/accuracy"],
+        "generated": found["rollout/response_tokens"], "accuracy": found["reward/accuracy_all"],
         "phases": {phase: found.get(f"time/{name}", 0.0) for phase, name in times.items()},
     }  # fmt: skip
 

@@ -9,7 +9,8 @@ from published_models import benchmark
 
 h2h = benchmark("head_to_head")
 OURS = {
-    "rollout/samples_trained": 512, "train/tokens": 1e5, "rollout/response_tokens": 110_000, "reward/accuracy": 0.5,
+    "rollout/samples_trained": 512, "train/tokens": 1e5, "rollout/response_tokens": 110_000,
+    "reward/accuracy": 0.25, "reward/accuracy_all": 0.5,  # dynamic sampling drops groups: of those kept, and of all
     "time/rollout": 4.0, "time/update": 3.0, "time/sync": 1.0,
 }  # fmt: skip
 VERL = {
@@ -21,7 +22,7 @@ TRL = {"step": 2, "samples": 512, "tokens": 9e4, "accuracy": 0.25, "phases": {"g
 
 def test_step_lines():
     ours = h2h.our_step({"step": 2, "kind": "step", "metrics": OURS})
-    assert ours["tokens"] == 1e5 and ours["generated"] == 110_000
+    assert ours["tokens"] == 1e5 and ours["generated"] == 110_000 and ours["accuracy"] == 0.5
     assert ours["phases"] == {"generate": 4.0, "log_probs": 0.0, "update": 3.0, "sync": 1.0}
     verl = h2h.verl_step({"step": 2, "data": VERL}, 512)
     assert verl["tokens"] == 102_400 and verl["accuracy"] == 0.25 and verl["phases"]["sync"] == 1.5
@@ -55,15 +56,17 @@ def test_table():
     assert lines[-1] == "- trl, lr 0: **1.50 ×** (by round: 2.00)"  # 7 500 ÷ 5 000; verl has no figure
 
 
-def test_accuracy_at_equal_samples_and_at_equal_minutes():
-    fast, slow = (make_run(name, at) for name, at in (("ours", range(60, 121, 10)), ("trl", [70, 90, 115, 190])))
-    for run in (fast, slow):
+def test_accuracy_at_equal_samples():
+    fast, slow = (make_run(name, at) for name, at in (("ours", range(60, 121, 10)), ("trl", [70, 90, 120, 190])))
+    for run, first in ((fast, 0.0), (slow, 0.02)):
         run["lr"] = 2e-6
-        run["steps"] = [{**step, "accuracy": 0.1 * i} for i, step in enumerate(run["steps"])]
+        run["steps"] = [{**step, "accuracy": first + 0.1 * i} for i, step in enumerate(run["steps"])]
+    slow["steps"][1]["accuracy"] = 0.0
     assert h2h.learning([make_run("ours", [1, 2, 3])]) == ""  # learning rate 0
-    heads, _, *rows = h2h.learning([fast, slow]).splitlines()[3:]
-    assert heads == "| system | round | step 3 | step 6 | 1 min | 2 min |"  # ours ends after 2 minutes
-    assert rows == ["| ours | 0 | 10.0% | 40.0% |  | 50.0% |", "| trl | 0 | 10.0% |  |  | 10.0% |"]
+    heads, _, *rows = h2h.learning([fast, slow, {**fast, "system": "ours+dynamic"}]).splitlines()[3:]
+    assert heads == "| system | round | step 3 | step 6 |"
+    assert rows[:2] == ["| ours | 0 | 10.0% (1.3 min) | 40.0% (1.8 min) |", "| trl | 0 | 8.0% (2.0 min) |  |"]
+    assert rows[-1] == "- trl, round 0: 1.0 ± 3.0, 4 steps"  # -2, 10, -2 and -2
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ raise RuntimeError("no third step")
 def test_a_run_that_fails_keeps_its_steps_and_leaves_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(h2h, "ENDING", 1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    system = h2h.System(lambda *_: [sys.executable, "-c", SCRIPT], "steps.jsonl", h2h.trl_step, "", h2h.VLLM_UNSET)
+    system = h2h.System(lambda *_: [sys.executable, "-c", SCRIPT], "steps.jsonl", h2h.trl_step, "")
     run = h2h.run_one(system, h2h.Work("model", steps=3), tmp_path / "run", limit=100)
     assert run["reason"] == "RuntimeError: no third step" and [step["step"] for step in run["steps"]] == [1, 2]
     assert [json.loads(line) for line in (tmp_path / "run" / "seen").open()] == run["steps"]
