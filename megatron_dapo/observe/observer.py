@@ -166,7 +166,7 @@ class Observer:
     def warn(self, message: str) -> None:
         """Shown, written to logs/warnings.log, and sent to the webhook."""
         self._show(lambda console: console.warn(message))
-        self._log("warnings.log", f"step {self._step}: {printable(message)}")
+        self._log("warnings.log", f"after step {self._step}: {printable(message)}")
         if self._webhook is not None:
             self._webhook.send(self._step, message)
 

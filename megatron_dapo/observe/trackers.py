@@ -109,7 +109,7 @@ class Webhook:
 
     def send(self, step: int, message: str) -> None:
         rule = RULE.search(message)
-        text = f"{self._run}, step {step}: {message}"
+        text = f"{self._run}, after step {step}: {message}"
         entry = {"text": text, "run": self._run, "step": step, "rule": rule[1] if rule else None}
         self._waiting.append((self._clock(), entry))
         self.start()

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_dapo.policy.model import delta_rule
 from megatron_dapo.policy.model.delta_rule import CHUNK, Chunks, causal_convolution, gated_delta_rule
 
 LENGTHS = (1, 150, CHUNK, 3, 0, 200, CHUNK + 1)  # shorter than the window, exactly a chunk, several chunks, none
@@ -68,3 +69,13 @@ def test_convolution_does_not_cross_a_boundary():
         padded = F.pad(part.T[None], (3, 0))
         theirs = F.silu(F.conv1d(padded, weight, groups=7))[0].T if len(part) else part
         assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [("3.3.1", False), ("3.4.0+git1", True), ("3.7.0", True), ("3.7.1rc1", True), ("3.7.1", False), ("3.10.0", False)],
+)
+def test_versions_of_triton_with_wrong_gradients_on_hopper(monkeypatch, version, wrong):
+    monkeypatch.setattr(delta_rule.importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(delta_rule.importlib.util, "find_spec", lambda _: None)
+    assert delta_rule._triton_is_wrong_on_hopper() == wrong

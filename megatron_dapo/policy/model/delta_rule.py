@@ -49,8 +49,8 @@ def has_fla() -> bool:
 
 
 def _triton_is_wrong_on_hopper() -> bool:
-    version = tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:3])
-    return (3, 4, 0) <= version < (3, 7, 1) and importlib.util.find_spec("tilelang") is None
+    version = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))  # also of a release candidate
+    return version >= "3.4" and version < "3.7.1" and importlib.util.find_spec("tilelang") is None
 
 
 @dataclass(frozen=True, slots=True)
