@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -28,14 +28,14 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def probes(config: Config, named: bool) -> list[Probe]:
     """All checks for this configuration; `named` says whether the user gave one (defaults name no model)."""
     run_dir = Path(config.trainer.run_dir)
-    shape = _shape(config)
-    parameters = count_parameters(shape).total if shape else 0
+    shape_of = cache(_shape)  # asks the hub once
+    shape = shape_of(config.policy.model)
     models = [config, config.of_critic] if config.uses_critic else [config]
     saved = sum(
         trained_parameters(trained, PolicyConfig(lora=model.policy.lora), 0).total
-        for model in models if (trained := _shape(model))
+        for model in models if (trained := shape_of(model.policy.model))
     )  # fmt: skip
-    size = 2 * parameters if config.rollout.weights.writes_files else 0
+    size = 2 * count_parameters(shape).total if shape and config.rollout.weights.writes_files else 0
     servers = config.rollout.servers
     found = [
         Probe("python", software.python_version),
@@ -68,10 +68,10 @@ def probes(config: Config, named: bool) -> list[Probe]:
     return found
 
 
-def _shape(config: Config) -> ModelShape | None:
+def _shape(model: str) -> ModelShape | None:
     """None when no model is named or it cannot be read; the `model` check reports that."""
     try:
-        return ModelShape.from_dir(local_model(config.policy.model, weights=False)) if config.policy.model else None
+        return ModelShape.from_dir(local_model(model, weights=False)) if model else None
     except (ConfigError, OSError):
         return None
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
+from megatron_dapo.doctor import command
 from megatron_dapo.doctor.check import Check, Probe
 from megatron_dapo.doctor.command import probes, run
 from megatron_dapo.doctor.machine import bitwise_resume
@@ -79,14 +80,18 @@ def test_the_configuration_selects_the_checks():
 @pytest.mark.parametrize(("rank", "advantage", "gib"), [
     (0, "group-std", 1282), (16, "group-std", 5), (0, "gae", 2563), (16, "gae", 1287)
 ])  # fmt: skip
-def test_the_disk_must_hold_adapters_only_with_lora_and_the_critic(rank, advantage, gib, tmp_path):
+def test_the_disk_must_hold_adapters_only_with_lora_and_the_critic(rank, advantage, gib, tmp_path, monkeypatch):
     """Three checkpoints at 14 bytes of 32.8 B parameters; of adapters of rank 16 with 134,217,728 (docs/lora.md). The
-    critic is trained as a whole."""
+    critic is trained as a whole. A model that has several uses is looked for once: it may be on the hub."""
+    asked = []
+    find = command.local_model
+    monkeypatch.setattr(command, "local_model", lambda *args, **more: asked.append(args) or find(*args, **more))
     (tmp_path / "config.json").write_text(json.dumps(_configs()["Qwen2.5-32B"]))
     policy = {"model": str(tmp_path), "lora": {"rank": rank}, "tensor_parallel": 2, "pipeline_parallel": 2}
     algorithm = {"advantage": advantage}
     config = parse_config({"policy": policy, "algorithm": algorithm, "trainer": {"checkpoint": {"keep": 2}}})
     disk = next(probe for probe in probes(config, named=True) if probe.name == "disk")
+    assert asked == [(str(tmp_path),)]
     assert f"3 checkpoints take {gib:,} GiB" in disk.look(usage=lambda path: SimpleNamespace(free=2**50)).found
 
 
