@@ -254,15 +254,12 @@ def learning(runs: list[dict[str, Any]]) -> str:
     titles = ["system", "round", *(f"step {count}" for count in counts)]
     lines = ["", f"Accuracy, means of {CELL} steps:", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for run in runs:
-        cells = [
-            f"{fmean(s['accuracy'] for s in run['steps'][n - CELL : n]):.1%} ({run['steps'][n - 1]['at'] / 60:.1f} min)"
-            if n <= len(run["steps"])
-            else ""
-            for n in counts
-        ]
+        groups = [run["steps"][n - CELL : n] for n in counts if n <= len(run["steps"])]
+        cells = [f"{fmean(s['accuracy'] for s in group):.1%} ({group[-1]['at'] / 60:.1f} min)" for group in groups]
+        cells += [""] * (len(counts) - len(cells))
         lines.append(f"| {' | '.join([run['system'], str(run['round']), *cells])} |")
-    lines += ["", "Ours − peer, percentage points, mean of the steps ± its standard error:", ""]
     ours = {(run["lr"], run["round"]): run["steps"] for run in runs if run["system"] == "ours"}
+    lines += ["", "Ours − peer, percentage points, mean of the steps ± its standard error:", ""]
     for run in runs:
         steps = ours.get((run["lr"], run["round"]), [])
         if run["system"] in PEER_SYSTEMS and steps:
