@@ -49,7 +49,7 @@ def has_fla() -> bool:
 
 
 def _triton_is_wrong_on_hopper() -> bool:
-    version = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))  # also of a release candidate
+    version = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))  # 3.7.1rc1 is before 3.7.1
     return version >= "3.4" and version < "3.7.1" and importlib.util.find_spec("tilelang") is None
 
 
