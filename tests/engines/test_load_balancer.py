@@ -144,11 +144,11 @@ def test_a_new_request_does_not_overtake_those_that_wait() -> None:
     asyncio.run(scenario())
 
 
-def measure(balancer: LoadBalancer, server: Any, tokens_per_second: float) -> None:
+def measure(balancer: LoadBalancer, server: Any, tokens_per_second: float, tokens: int = 100) -> None:
     """As if the server had completed requests at this rate, one at a time."""
     for _ in range(MEMORY):
         server.in_flight += 1
-        balancer.release(server, 100, 100 / tokens_per_second, 1.0)
+        balancer.release(server, tokens, tokens / tokens_per_second, 1.0)
 
 
 def test_requests_go_where_they_are_expected_to_finish_first() -> None:
@@ -166,6 +166,20 @@ def test_requests_go_where_they_are_expected_to_finish_first() -> None:
         for number in range(60):
             await acquire(balancer, number)
         assert 0 < servers[1].in_flight < 30
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_are_aborted_during_their_prefill_say_nothing_about_speed() -> None:
+    """After an update all requests are prefilled again, and an evaluation aborts them: on an H200 one of two equal
+    servers was called slow because its prefills were later in the queue."""
+
+    async def scenario() -> None:
+        (first, second), balancer = make(2, 256)
+        for tokens in (500, 5):
+            measure(balancer, first, 100.0, tokens)
+            measure(balancer, second, 100.0 if tokens == 500 else 2.0, tokens)
+        assert balancer.speeds() == {first: 1.0, second: 1.0}
 
     asyncio.run(scenario())
 

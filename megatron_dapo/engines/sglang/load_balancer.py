@@ -30,7 +30,7 @@ REFILL_SHARE = 8  # a full server gets requests again after 1 in REFILL_SHARE of
 TICK = 0.25  # seconds after which waiting requests are looked at again without any event
 MEMORY = 64  # requests after which a measurement of a server's speed counts 1/e
 LEAST_MEASURED = 8  # requests before a speed is believed
-LEAST_SECONDS = 0.1  # of a request that says something about speed; a shorter one is mostly latency
+LEAST_TOKENS = 32  # of a request that says something about speed; a shorter one mostly waits for its prefill
 EQUAL = (0.8, 1.25)  # of the median speed: the difference is noise
 MOVE_RATIO = 1.5  # requests move to a server on which they run so much faster
 FORGET_SECONDS = 120.0  # a server without requests is then measured again
@@ -155,7 +155,7 @@ class LoadBalancer:
         place = self._place_of.get(server)
         if place is None:  # it has left
             return
-        if tokens and seconds > LEAST_SECONDS:
+        if tokens >= LEAST_TOKENS:
             place.measure(tokens, seconds, crowd + self._max_running, asyncio.get_running_loop().time())
             self._measurements += 1
             if self._measurements % max(MEMORY, 4 * len(self._places)) == 1:
