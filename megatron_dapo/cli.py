@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import runpy
 import shutil
 import sys
@@ -698,6 +699,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         from megatron_dapo.types import printable
 
+        logging.getLogger("megatron_dapo").debug("where the error was raised:", exc_info=True)
         print(printable(f"megatron-dapo: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

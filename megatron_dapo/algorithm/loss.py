@@ -12,7 +12,6 @@ Promises:
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,8 +30,8 @@ from megatron_dapo.algorithm.objective import (
 )
 from megatron_dapo.algorithm.off_policy import Corrections, OffPolicy
 from megatron_dapo.config.algorithm import AlgorithmConfig
-from megatron_dapo.config.base import ConfigError
-from megatron_dapo.plugins import is_plugin, load_function
+from megatron_dapo.errors import ConfigError, UserError
+from megatron_dapo.plugins import in_one_line, is_plugin, load_function
 
 Reduce = Callable[[Tensor], Tensor]
 COUNTED = ("weights", "counts", "positive")  # of a TokenBatch: zero in excluded sequences
@@ -80,14 +79,17 @@ def load_objective(config: AlgorithmConfig) -> Objective:
         make = load_function(name, "algorithm.objective")
     else:
         make = importlib.import_module(f"megatron_dapo.algorithm.objectives.{name}").objective
-    expected = f"algorithm.objective: {name} must be a class derived from megatron_dapo.algorithm.Objective"
     try:
-        inspect.signature(make).bind(config)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{expected}, made from the configuration: {error}") from error
-    objective = make(config)
+        objective = make(config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"algorithm.objective: {name} raised {in_one_line(error, make)}") from error
     if not isinstance(objective, Objective):
-        raise ConfigError(f"{expected}, but it made a {type(objective).__name__}")
+        expected = "must be a class derived from megatron_dapo.algorithm.Objective"
+        raise ConfigError(f"algorithm.objective: {name} {expected}, but it made a {type(objective).__name__}")
+    if not isinstance(objective.needs, Needs):
+        raise ConfigError(f"algorithm.objective: the needs of {name} must be a Needs, found {objective.needs!r}")
     return objective
 
 

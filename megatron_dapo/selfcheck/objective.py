@@ -8,6 +8,7 @@ in one line. In fp64 and without a model, so it takes a second.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,11 @@ from megatron_dapo.algorithm import Needs, Objective, PolicyLoss, Scores, TokenB
 from megatron_dapo.algorithm.objective import Sums, blank
 from megatron_dapo.config import load_config
 from megatron_dapo.errors import UserError
+from megatron_dapo.plugins import in_one_line
 
 LENGTHS = (5, 1, 7, 3, 6)
 TOLERANCE = 1e-9
+LONGEST = 240  # characters of an error that are shown: torch explains at length
 # What `Needs` declares, and where it is read.
 DECLARED = {"entropy": "scores.entropy", "reference": "batch.ref_logprobs", "engine": "batch.engine_logprobs"}
 
@@ -39,6 +42,7 @@ def run_objective(name: str, settings: Sequence[str] = ()) -> int:
     try:
         rules = check_objective(loss)
     except BrokenRule as broken:
+        logging.getLogger(__name__).debug("where it breaks a rule:", exc_info=True)
         print(f"{name} breaks a rule: {broken}", file=sys.stderr)
         return 1
     print(f"{name}: ok, {rules} rules hold ({time.monotonic() - started:.1f} s)")
@@ -56,7 +60,7 @@ def check_objective(loss: PolicyLoss) -> int:
         try:
             rule()
         except Exception as error:
-            _raised("", error)
+            _raised("it ", error, loss.objective)
     return len(rules) - 1 + len({variant.rule for variant in check.variants()})
 
 
@@ -120,7 +124,7 @@ class _Check:
             raise BrokenRule("token_losses must be differentiable in scores, but has no gradient")
 
     def unchanged_inputs(self) -> None:
-        scores, batch = _copies(self._scores, self._batch)
+        scores, batch = _each_of_both(self._scores, self._batch, torch.clone)
         sums = self._sums(scores, batch)
         tensors = {**batch.tensors, "logprobs": scores.logprobs, **{f"sums[{name!r}]": v for name, v in sums.items()}}
         before = {name: tensor._version for name, tensor in tensors.items()}
@@ -193,26 +197,24 @@ class _Check:
         try:
             found = self._ask(nothing.scores, nothing.batch, probe=self._probe[:0])
         except Exception as error:
-            _raised("a rank may have a micro-batch without tokens, for which it ", error)
+            _raised("a rank may have a micro-batch without tokens, for which it ", error, self._objective)
         names = ", ".join(sorted(found.metrics.keys() ^ self._found.metrics.keys()))
         if names:
             raise BrokenRule(f"metrics must always have the same names; without a token these differ: {names}")
 
     def no_host(self) -> None:
         """Meta tensors have no values."""
-        scores = _each(self._scores, lambda tensor: tensor.to("meta"))
-        tensors: dict[str, Any] = {name: tensor.to("meta") for name, tensor in self._batch.tensors.items()}
-        batch = replace(self._batch, **tensors)
+        scores, batch = _each_of_both(self._scores, self._batch, lambda tensor: tensor.to("meta"))
         try:
             sums = {name: total.to("meta") for name, total in self._sums(self._scores, self._batch).items()}
             self._objective.token_losses(scores, batch, sums)
             self._objective.sequence_values(scores, batch)
             self._objective.metrics(scores, batch, sums)
         except Exception as error:
-            raise BrokenRule(
+            rule = (
                 "no method may read a value on the host (.item(), `if` on a tensor, boolean indexing) or mix devices; "
-                f"with tensors that have no values it raised {type(error).__name__}: {_line(error)}"
-            ) from error
+            )
+            _raised(rule + "with tensors that have no values it ", error, self._objective)
 
     # ---- asking ----
 
@@ -223,7 +225,7 @@ class _Check:
 
     def _ask(self, scores: Scores, batch: TokenBatch, sums: Sums | None = None, probe: Tensor | None = None) -> _Found:
         """As PolicyLoss does: zeros at masked positions, sums and metrics without gradient."""
-        scores, batch = _copies(scores, batch)
+        scores, batch = _each_of_both(scores, batch, torch.clone)
         leaves = [tensor.requires_grad_() for tensor in scores if tensor is not None]
         given = _each(scores, lambda tensor: blank(tensor, batch.mask))
         with torch.no_grad():
@@ -255,10 +257,7 @@ class _Check:
         return {name: total[batch.sequence_ids] for name, total in self._totals(scores, batch).items()}
 
     def _some(self, rule: str, tokens: Tensor) -> _Variant:
-        picked: dict[str, Any] = {name: tensor[tokens] for name, tensor in self._batch.tensors.items()}
-        return _Variant(
-            rule, tokens, _each(self._scores, lambda tensor: tensor[tokens]), replace(self._batch, **picked)
-        )
+        return _Variant(rule, tokens, *_each_of_both(self._scores, self._batch, lambda tensor: tensor[tokens]))
 
     def _compare(self, variant: _Variant, found: _Found) -> None:
         whole, tokens = self._found, variant.tokens
@@ -310,9 +309,9 @@ def _each(scores: Scores, function: Callable[[Tensor], Tensor]) -> Scores:
     return Scores(function(scores.logprobs), None if scores.entropy is None else function(scores.entropy))
 
 
-def _copies(scores: Scores, batch: TokenBatch) -> tuple[Scores, TokenBatch]:
-    tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors.items()}
-    return _each(scores, torch.clone), replace(batch, **tensors)
+def _each_of_both(scores: Scores, batch: TokenBatch, function: Callable[[Tensor], Tensor]) -> tuple[Scores, TokenBatch]:
+    tensors: dict[str, Any] = {name: function(tensor) for name, tensor in batch.tensors.items()}
+    return _each(scores, function), replace(batch, **tensors)
 
 
 def _differing(value: Tensor, expected: Tensor, mask: Tensor) -> int | None:
@@ -325,11 +324,7 @@ def _kind(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def _raised(where: str, error: Exception) -> NoReturn:
+def _raised(where: str, error: Exception, objective: Objective) -> NoReturn:
     if isinstance(error, BrokenRule):
         raise error
-    raise BrokenRule(f"{where or 'it '}raised {type(error).__name__}: {_line(error)}") from error
+    raise BrokenRule(f"{where}raised {in_one_line(error, type(objective))[:LONGEST]}") from error

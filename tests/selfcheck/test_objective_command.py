@@ -1,5 +1,6 @@
 """`megatron-dapo selfcheck objective`: good objectives pass, and of each bad one the rule that it breaks is named."""
 
+import logging
 import re
 import sys
 import types
@@ -92,7 +93,7 @@ BROKEN = {
     "undeclared reference": (lambda x, s, b, _: x + b.ref_logprobs, r"reads batch.ref_logprobs, .* Needs\(reference"),
     "undeclared entropy": (lambda x, s, b, _: x + s.entropy, r"reads scores.entropy, .* Needs\(entropy=True\)"),
     "undeclared sums": (lambda x, s, b, sums: x + sums["length"], r"reads sums\['length'\], .*whole_sequences"),
-    "one size of micro-batch": (lambda x, s, b, _: x + torch.zeros(22), "raised RuntimeError: The size of tensor"),
+    "one size of micro-batch": (lambda x, s, b, _: x + torch.zeros(22), "raised RuntimeError at .*: The size of"),
     "raises": (lambda x, s, b, _: x + 1 // 0, "raised ZeroDivisionError"),
     "no tokens": (lambda x, s, b, _: x + 0 * x.detach().max(), "micro-batch without tokens.* raised"),
     "item": (lambda x, s, b, _: x + 0 * s.logprobs.new_zeros(1).sum().item(), "no method may read a value on the host"),
@@ -140,6 +141,26 @@ def test_the_rule_that_is_broken_is_named_in_one_line(check, name):
 def test_sums_state_and_metrics(check, objective, rule):
     code, printed = check(objective)
     assert code == 1 and re.search(rule, printed), printed
+
+
+@pytest.mark.parametrize(("made", "code"), [(True, 1), (False, 2)])
+def test_an_error_of_its_own_is_one_message_and_verbose_adds_the_traceback(check, made, code, caplog, monkeypatch):
+    class Raises(Good):
+        def __init__(self, config):
+            super().__init__(config)
+            self.margin = None if made else 1 // 0
+
+        def token_losses(self, scores, batch, sums):
+            return scores.logprobs * (1 // 0)
+
+    monkeypatch.setattr(logging.getLogger("megatron_dapo"), "level", logging.NOTSET)
+    found, printed = check(Raises)
+    assert found == code and not caplog.records
+    assert re.fullmatch(
+        r".*python:own_objectives\.Mine.* raised ZeroDivisionError at test_obj.*\.py:\d+: .*\n", printed
+    )
+    assert check(Raises, "-v")[0] == code
+    assert "return scores.logprobs * (1 // 0)" in caplog.text if made else "else 1 // 0" in caplog.text
 
 
 def test_a_good_one_passes_and_takes_its_options(check):
