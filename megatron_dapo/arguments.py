@@ -1,9 +1,10 @@
-"""What all commands share: the parser and its types, settings without `--set`, log levels, the console for tables."""
+"""What all commands share: the parser and its types, settings without `--set`, log levels, printing tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import math
 import re
@@ -125,6 +126,11 @@ def quiet_libraries() -> None:
     """Hides warnings of Megatron and torch (no apex, renamed collectives) that a user cannot act on."""
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
+
+
+def print_json(value: Any) -> None:
+    """Infinity and NaN, which JSON does not have, become null."""
+    print(json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), indent=2))
 
 
 def table_console(*, columns: int = 100, quiet: bool = False, markup: bool = False) -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_dapo.arguments import table_console
+from megatron_dapo.arguments import print_json, table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
 from megatron_dapo.config.load import local_model
 from megatron_dapo.config.policy import PolicyConfig
@@ -97,7 +96,7 @@ def run(
         if not as_json:
             print_check(checks[-1], console)
     if as_json:
-        print(json.dumps([asdict(check) for check in checks], indent=2))
+        print_json([asdict(check) for check in checks])
     else:
         count = {status: sum(check.status == status for check in checks) for status in STYLES}
         console.print(f"\n{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")

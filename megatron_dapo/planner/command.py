@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
-from megatron_dapo.arguments import table_console
+from megatron_dapo.arguments import print_json, table_console
 from megatron_dapo.config import load_config
 from megatron_dapo.planner.advice import advise
 from megatron_dapo.planner.hardware import Cluster, cluster_of
@@ -44,7 +43,7 @@ def run(
     task = task_of(loaded, shape, cluster, work, mfu, layers)
     plan = replace(plan, advice=advise(loaded, plan, task))
     if as_json:
-        print(json.dumps(plan_json(plan, top), indent=2))
+        print_json(plan_json(plan, top))
     else:
         print_plan(plan, table_console(), top)
     return 0 if plan.fits else 1
@@ -54,8 +53,7 @@ def _compare(modes: list[Mode], cluster: Cluster, top: int, as_json: bool) -> in
     """Exit code 1: no division of the GPUs fits."""
     if as_json:
         keys = ("engine_gpus", "staleness", "server_tensor_parallel", "max_running", "phases", "seconds")
-        rows = [{key: getattr(mode, key) for key in keys} for mode in modes[:top]]
-        print(json.dumps(rows, indent=2))
+        print_json([{key: getattr(mode, key) for key in keys} for mode in modes[:top]])
     else:
         print_modes(modes[:top], cluster, table_console())
     return 0 if modes else 1

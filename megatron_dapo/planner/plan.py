@@ -358,11 +358,9 @@ def task_of(
     if shared and (cluster.gpus > 1 or not cluster.colocated):
         raise UserError("rollout.servers.share_base is for trainer and server on one GPU: plan it with --gpus 1")
     residue, kept = shared_gpu(config, cluster)
-    buffers = (
-        0.0
-        if kept or config.rollout.sends_adapters
-        else buffer_bytes(shape, config.policy.precision, config.rollout.weights, cluster)
-    )
+    buffers = buffer_bytes(shape, config.policy.precision, config.rollout.weights, cluster)
+    if kept or config.rollout.sends_adapters:
+        buffers = 0.0
     return Task(shape, work, cluster, mfu, layers, residue, kept, critic, shared, buffers)
 
 

@@ -293,6 +293,17 @@ def test_command_json_and_bare_model(model_dir, capsys):
     assert main(["plan", "--model", str(model_dir), "--gpus", "1", "--json"]) == 1
 
 
+@pytest.mark.parametrize(("words", "key"), [
+    ("--gpu-memory 1e300", "limit_bytes"), ("--mfu 1e-310", "step_seconds"), ("--mfu 1e-310 --compare", "seconds")
+])  # fmt: skip
+def test_what_is_not_finite_is_null_in_json(words, key, model_dir, capsys):
+    """Strict parsers reject Infinity and NaN."""
+    (model_dir / "config.json").write_text(json.dumps(CONFIGS["Qwen2.5-0.5B"]))
+    main(["plan", "--model", str(model_dir), "--gpus", "2", *words.split(), "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (found[0] if isinstance(found, list) else found)[key] is None
+
+
 def test_the_command_without_a_model_names_the_key_to_set(tmp_path, capsys):
     assert main(["plan", "--gpus", "8"]) == 2
     assert "policy.model=Qwen2.5-32B" in capsys.readouterr().err

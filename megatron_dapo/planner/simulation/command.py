@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.arguments import table_console
+from megatron_dapo.arguments import print_json, table_console
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.timeline import trace_text
@@ -22,7 +21,7 @@ def run(sweep: list[str], output: str | None, as_json: bool, incidents: dict[str
     if not any(variant.simulation for variant in variants):
         raise UserError(f"nothing could be simulated: {variants[0].problem}")
     if as_json:
-        print(json.dumps([variant_json(variant) for variant in variants], indent=2))
+        print_json([variant_json(variant) for variant in variants])
     else:
         print_variants(variants, table_console())
     if output:
