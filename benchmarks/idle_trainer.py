@@ -117,7 +117,7 @@ def make_helpers(inputs: Inputs, whole: Cluster, free: bool) -> Helpers:
     work = make_setting(inputs, load_config(inputs.config, inputs.set), whole)[0].work
     task = task_of(config, inputs.shape_of(config.policy.model), cluster, work, inputs.mfu)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
-    phases = step_phases(task, config.rollout, config.policy, judge(task, config.policy).memory, engine, None)
+    phases = step_phases(task, config.rollout, judge(task, config.policy), engine, None)
     seconds = {phase.name: phase.seconds for phase in phases}
     way = seconds["hand-over"] / 2
     if free:

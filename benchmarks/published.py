@@ -24,11 +24,11 @@ from megatron_dapo.planner.assumptions import DEFAULT_MFU
 from megatron_dapo.planner.engine import EnginePlan, plan_engine, weight_bytes
 from megatron_dapo.planner.generation import Fleet, Generation, generate
 from megatron_dapo.planner.hardware import Cluster, find_gpu
-from megatron_dapo.planner.memory import library_bytes, trainer_memory
+from megatron_dapo.planner.memory import library_bytes
 from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.plan import Phase, step_phases, step_seconds
 from megatron_dapo.planner.report import make_table, print_table
-from megatron_dapo.planner.search import Task
+from megatron_dapo.planner.search import Task, judge
 from megatron_dapo.planner.server_model import decode_model
 from megatron_dapo.planner.timing import pass_time
 from megatron_dapo.planner.workload import Workload
@@ -125,8 +125,7 @@ def _step(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], flo
     task = Task(shape, work, cluster, DEFAULT_MFU, kept=kept)
     engine = plan_engine(shape, rollout, cluster, work, kept)
     generation = _generation(rollout, cluster, shape, work, engine, run["staleness"])
-    memory = trainer_memory(shape, policy, cluster.trainer_gpus, 8)
-    phases = step_phases(task, rollout, policy, memory, engine, generation)
+    phases = step_phases(task, rollout, judge(task, policy), engine, generation)
     phases = [replace(p, seconds=_peer_sync(shape, cluster)) if p.name == "weight sync" else p for p in phases]
     if cluster.colocated:
         phases.append(Phase("turns", PEER_TURN_SECONDS, ""))

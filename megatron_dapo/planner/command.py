@@ -52,7 +52,7 @@ def run(
 def _compare(modes: list[Mode], cluster: Cluster, top: int, as_json: bool) -> int:
     """Exit code 1: no division of the GPUs fits."""
     if as_json:
-        keys = ("engine_gpus", "staleness", "server_tensor_parallel", "max_running", "phases", "seconds")
+        keys = ("engine_gpus", "transport", "staleness", "server_tensor_parallel", "max_running", "phases", "seconds")
         print_json([{key: getattr(mode, key) for key in keys} for mode in modes[:top]])
     else:
         print_modes(modes[:top], cluster, table_console())

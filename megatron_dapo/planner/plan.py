@@ -46,14 +46,9 @@ def step_seconds(phases: list[Phase], cluster: Cluster, staleness: int) -> float
 
 
 def step_phases(
-    task: Task,
-    rollout: RolloutConfig,
-    policy: PolicyConfig,
-    memory: TrainerMemory,
-    engine: EnginePlan | None,
-    generation: Generation | None,
+    task: Task, rollout: RolloutConfig, trainer: Candidate, engine: EnginePlan | None, generation: Generation | None
 ) -> list[Phase]:
-    phases = []
+    policy, memory, phases = trainer.policy, trainer.memory, []
     if engine is not None and generation is not None:
         phases.append(_generation(task, engine, generation))
     if task.critic is not None:
@@ -282,10 +277,7 @@ class Planner:
         return replace(choice, generation=generate(self.task.work, self.config.rollout.sampler, fleet))
 
     def phases(self, choice: Choice) -> list[Phase]:
-        return step_phases(
-            self.task, self.config.rollout, choice.trainer.policy, choice.trainer.memory, choice.engine,
-            choice.generation,
-        )  # fmt: skip
+        return step_phases(self.task, self.config.rollout, choice.trainer, choice.engine, choice.generation)
 
     def pairs(self, trainers: Iterable[Candidate]) -> list[Choice]:
         """Every combination that fits."""

@@ -207,6 +207,8 @@ def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
             f"{training:,.0f} s", f"{mode.seconds:,.0f} s",
         )  # fmt: skip
     print_table(table, console)
+    used = {"separate" if mode.engine_gpus else "colocated": mode.transport for mode in modes}
+    console.print("Weights: " + ", ".join(f"{transport} to {name} engines" for name, transport in used.items()))
 
 
 def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:

@@ -322,7 +322,7 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
         return ServerKind(1, fleet_of(task.shape, there, config.rollout, other).decode, there.kv_tokens)
 
     fleet = inputs.incidents.apply(fleet, of_gpu)
-    phases = step_phases(task, config.rollout, config.policy, judge(task, config.policy).memory, engine, None)
+    phases = step_phases(task, config.rollout, judge(task, config.policy), engine, None)
     seconds: dict[str, float] = {phase.name: phase.seconds for phase in phases}
     sync = seconds.pop("weight sync")
     staleness: int = 0 if cluster.colocated else config.rollout.max_staleness
