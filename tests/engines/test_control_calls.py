@@ -1,6 +1,7 @@
 """Control calls on broken connections and dying servers: the step goes on, and nothing runs twice that must not."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from event_loop import close_at_the_end, until
@@ -8,10 +9,12 @@ from fake_process import fake_fleet
 from fake_server import FakeServer
 from faults import PROMPT, WEIGHTS, connect, run, settings
 
+from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang import http
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import BrokenConnection, OutcomeUnknown
+from megatron_dapo.engines.sglang.process_group import WeightProcessGroups
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason
 
@@ -212,6 +215,27 @@ async def test_a_cancelled_update_leaves_no_call_behind(tmp_path):
     await asyncio.wait([update])
     await asyncio.sleep(0.01)
     assert not [task for task in asyncio.all_tasks() - before if "load_from_disk" in repr(task)]
+
+
+async def test_a_cancelled_broadcast_leaves_no_call_behind():
+    running, ended = asyncio.Event(), []
+
+    async def receive(*_):
+        try:
+            running.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append("receive")
+
+    server = SimpleNamespace(name="a", incarnation=0, receive_broadcast=receive)
+    groups = WeightProcessGroups(WeightTransportConfig(), [server])
+    broadcast = asyncio.ensure_future(groups.broadcast(None, {}, "1"))
+    await running.wait()
+    broadcast.cancel()
+    await asyncio.wait([broadcast])
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert broadcast.cancelled() and ended == ["receive"]
 
 
 async def test_requests_on_their_way_do_not_hold_up_a_weight_update(tmp_path):

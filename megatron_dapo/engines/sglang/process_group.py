@@ -108,27 +108,27 @@ class WeightProcessGroups:
     ) -> None:
         """Runs our side in a thread and the servers' over HTTP; the first failure of either ends the wait."""
         mine = asyncio.get_running_loop().run_in_executor(self._thread, ours or (lambda: None))
+        mine.add_done_callback(lambda future: future.cancelled() or future.exception())
         tasks: dict[asyncio.Future[None], str] = {asyncio.ensure_future(call): name for name, call in calls.items()}
         waiting, elsewhere = {*tasks, mine}, ""
         deadline = asyncio.get_running_loop().time() + self._config.timeout
-        while not elsewhere:
-            left = deadline - asyncio.get_running_loop().time()
-            done, waiting = await asyncio.wait(
-                waiting, timeout=min(left, POLL) if link else left, return_when=asyncio.FIRST_EXCEPTION
-            )
-            if not waiting or any(task.exception() for task in done) or left <= POLL:
-                break
-            elsewhere = await asyncio.to_thread(link.error) if link else ""
+        try:
+            while not elsewhere:
+                left = deadline - asyncio.get_running_loop().time()
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=min(left, POLL) if link else left, return_when=asyncio.FIRST_EXCEPTION
+                )
+                if not waiting or any(task.exception() for task in done) or left <= POLL:
+                    break
+                elsewhere = await asyncio.to_thread(link.error) if link else ""
+        finally:  # also when this is cancelled
+            for task in waiting:
+                task.cancel()
         broken = [f"{tasks.get(t, 'this process')}: {t.exception()}" for t in {*tasks, mine} - waiting if t.exception()]
         if elsewhere:
             broken.append(elsewhere)
-        if not broken and not waiting:
-            return
-        for task in waiting:
-            task.cancel()
-        mine.add_done_callback(lambda future: future.cancelled() or future.exception())
-        names = ", ".join(tasks.get(task, "this process") for task in waiting)
-        raise EngineError(
-            f"{doing} failed: "
-            + ("; ".join(broken) or f"waited {self._config.timeout:g} s for {names} (rollout.weights.timeout)")
-        )
+        if waiting and not broken:
+            names = ", ".join(tasks.get(task, "this process") for task in waiting)
+            broken = [f"waited {self._config.timeout:g} s for {names} (rollout.weights.timeout)"]
+        if broken:
+            raise EngineError(f"{doing} failed: {'; '.join(broken)}")
