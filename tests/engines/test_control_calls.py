@@ -28,14 +28,20 @@ SNAPSHOT_HELPS = ("/update_weights_from_tensor", "/begin_weight_update")  # a di
 EVERY_CALL = (*REPEATABLE, *NOT_REPEATABLE)
 
 
+# A server that is only slow, because the machine is, must never look like one that hangs.
+PATIENCE = 60.0
+LIMITS = dict.fromkeys(("sample_timeout", "control_timeout", "start_timeout"), PATIENCE)
+
+
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(http, "PAUSES", (0.001, 0.002, 0.004))
+    monkeypatch.setattr(http, "PROBE_SECONDS", PATIENCE)
 
 
 def config(tmp_path, transport="disk", **servers):
-    base = settings(**{"share_gpus": True, "heartbeat": 0.02, "start_timeout": 5, "restarts": 1, **servers})
-    weights = {"directory": str(tmp_path), "transport": transport}
+    base = settings(**{"share_gpus": True, "heartbeat": 0.02, "restarts": 1, **LIMITS, **servers})
+    weights = {"directory": str(tmp_path), "transport": transport, "timeout": PATIENCE}
     return base.model_copy(update={"weights": base.weights.model_copy(update=weights)})
 
 
@@ -106,12 +112,20 @@ async def test_a_server_that_dies_in_a_call_is_restarted_and_the_step_goes_on(tm
 
 
 @pytest.mark.parametrize("path", [path for path in EVERY_CALL if path not in ("/model_info", "/generate")])
-async def test_a_server_that_hangs_in_a_call_is_recovered_and_the_step_goes_on(tmp_path, path):
-    chosen = config(tmp_path, transport_of(path), control_timeout=0.3, heartbeat=10)
-    chosen = chosen.model_copy(update={"weights": chosen.weights.model_copy(update={"timeout": 0.3})})
-    fleet, engine = await fake_fleet(chosen, tmp_path, prepare=with_brackets)
+async def test_a_server_that_hangs_in_a_call_is_recovered_and_the_step_goes_on(tmp_path, path, monkeypatch):
+    fleet, engine = await fake_fleet(
+        config(tmp_path, transport_of(path), heartbeat=10), tmp_path, prepare=with_brackets
+    )
     process = fleet.processes[0]
     await one_step(engine, 1)
+    call = http.Connection._call
+
+    def hurried(connection, method, called, body, seconds, *key, **options):
+        """The limits of calls that hang are 200 times shorter."""
+        hangs = process.server is not None and called in process.server.hanging
+        return call(connection, method, called, body, seconds / 200 if hangs else seconds, *key, **options)
+
+    monkeypatch.setattr(http.Connection, "_call", hurried)
     process.server.hanging = {path}
     engine.servers[0]._capabilities = None
     completion = await one_step(engine, 2)
@@ -161,7 +175,7 @@ async def test_a_disk_update_is_not_repeated_while_the_first_one_runs(tmp_path):
 @pytest.mark.parametrize("call", ["release", "join"])
 async def test_a_call_that_must_not_run_twice_is_sent_again_only_if_it_was_not_sent(call):
     server = await FakeServer().start()
-    client = close_at_the_end(SGLangClient(server.url, settings().servers))
+    client = close_at_the_end(SGLangClient(server.url, settings(**LIMITS).servers))
     path = {"release": "/release_memory_occupation", "join": "/init_weights_update_group"}[call]
     act = {"release": client.release_memory, "join": lambda: client.join_group({}, 1.0)}[call]
     server.drop[path] = ["after"]
@@ -176,7 +190,7 @@ def test_a_refused_connection_is_tried_again_whatever_the_call():
     async def main():
         server = await FakeServer().start()
         port = int(server.url.rpartition(":")[2])
-        client = SGLangClient(server.url, settings().servers)
+        client = SGLangClient(server.url, settings(**LIMITS).servers)
         await client._until_idle()
         await server.stop()
         releasing = asyncio.ensure_future(client._control("/release_memory_occupation", {"tags": []}, repeatable=False))
@@ -189,14 +203,14 @@ def test_a_refused_connection_is_tried_again_whatever_the_call():
         await client.close()
         await again.stop()
 
-    http.PAUSES = (0.05, 0.1, 0.5)
+    http.PAUSES = (0.05, 0.1, 30.0)
     run(main())
 
 
 async def test_a_connection_that_always_breaks_is_an_error_after_four_tries():
     server = await FakeServer().start()
     server.drop["/pause_generation"] = ["before"] * 9
-    client = close_at_the_end(SGLangClient(server.url, settings().servers))
+    client = close_at_the_end(SGLangClient(server.url, settings(**LIMITS).servers))
     with pytest.raises(BrokenConnection, match=r"server http://127.0.0.1.*/pause_generation failed"):
         await client.pause()
     assert server.calls.count("/pause_generation") == 4
@@ -213,7 +227,8 @@ async def test_a_cancelled_update_leaves_no_call_behind(tmp_path):
     await until(lambda: all(path in server.calls for server in servers))
     update.cancel()
     await asyncio.wait([update])
-    await asyncio.sleep(0.01)
+    for _ in range(50):  # turns of the event loop, however long they take
+        await asyncio.sleep(0)
     assert not [task for task in asyncio.all_tasks() - before if "load_from_disk" in repr(task)]
 
 
@@ -233,7 +248,7 @@ async def test_a_cancelled_broadcast_leaves_no_call_behind():
     await running.wait()
     broadcast.cancel()
     await asyncio.wait([broadcast])
-    for _ in range(10):
+    for _ in range(50):
         await asyncio.sleep(0)
     assert broadcast.cancelled() and ended == ["receive"]
 
@@ -246,8 +261,8 @@ async def test_requests_on_their_way_do_not_hold_up_a_weight_update(tmp_path):
         if body.get("logprob_start_len") != 0:  # not the proof's request
             await asyncio.sleep(0.4)
 
-    server = await FakeServer(seconds=5.0, fault=arrives_late).start()
-    engine = await connect([server], config(tmp_path, share_gpus=False, sample_timeout=20.0))
+    server = await FakeServer(seconds=1000.0, fault=arrives_late).start()
+    engine = await connect([server], config(tmp_path, share_gpus=False))
     sent = [asyncio.ensure_future(engine.generate(f"{i}", PROMPT, SamplingParams(8))) for i in range(6)]
     await asyncio.sleep(0.1)
     report = await engine.update_weights(1, [WEIGHTS])
@@ -264,7 +279,7 @@ async def test_no_request_is_sent_on_a_connection_that_the_server_may_be_closing
     monkeypatch.setattr(http, "KEEP_ALIVE", 0.1)
     server = await FakeServer().start()
     server.keep_alive = 0.3
-    engine = await connect([server], settings(attempts=1))
+    engine = await connect([server], settings(**LIMITS, attempts=1))
     for number in range(3):
         await asyncio.gather(*(engine.generate(f"{number}-{i}", PROMPT, SamplingParams(8)) for i in range(4)))
         await asyncio.sleep(0.35)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -63,13 +64,19 @@ class FakeServer:
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
-        await site.start()
+        self._socket = socket.create_server(("127.0.0.1", port))
+        await web.SockSite(self._runner, self._socket).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return close_at_the_end(self)
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        try:
+            if self._socket.fileno() >= 0:  # asyncio would neither serve nor close what it has accepted just now
+                asyncio.get_running_loop().remove_reader(self._socket)
+                for _ in range(3):
+                    await asyncio.sleep(0)
+        finally:  # also when this is cancelled: the port is free
+            await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path, now = request.path, asyncio.get_running_loop().time()
