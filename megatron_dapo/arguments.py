@@ -7,6 +7,7 @@ import difflib
 import json
 import logging
 import math
+import os
 import re
 import sys
 import warnings
@@ -92,7 +93,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def add_config(parser: argparse.ArgumentParser, text: str, nargs: str | None = None) -> None:
     """A configuration, and settings that override it."""
-    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help=text)
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, type=os.path.expanduser, help=text)
     add_settings(parser)
 
 
@@ -124,8 +125,7 @@ def set_log_level(verbose: int) -> None:
 
 def quiet_libraries() -> None:
     """Hides warnings of Megatron and torch (no apex, renamed collectives) that a user cannot act on."""
-    for module in ("megatron", "torch"):
-        warnings.filterwarnings("ignore", module=module)
+    warnings.filterwarnings("ignore", module="megatron|torch")
 
 
 def print_json(value: Any) -> None:

@@ -196,3 +196,16 @@ def test_brackets_in_paths_are_not_markup(capsys):
     config = parse_config({"trainer": {"run_dir": "runs/[lr=1e-6] [/seed]"}})
     print_plan(config, published("Qwen2.5-0.5B"), 1)
     assert "runs/[lr=1e-6] [/seed] (new)" in capsys.readouterr().err
+
+
+def test_a_configuration_in_the_home_directory_is_found_with_its_modules(tmp_path, monkeypatch):
+    """Nothing expands ~ in a list of arguments, or behind an equals sign."""
+    folder = tmp_path / "here"
+    (folder / "run").mkdir(parents=True)
+    (folder / "run.yaml").write_text(f"trainer: {{run_dir: {folder}/run}}")
+    (folder / "run" / "config.yaml").write_text("")  # compared with the given file
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("megatron_dapo.launch.local.run_training", lambda config, dry_run: 7)
+    assert main(["train", "~/here/run.yaml"]) == 7
+    assert str(folder) in sys.path
