@@ -145,6 +145,23 @@ async def test_a_server_that_dies_again_and_again_after_good_service_is_always_r
     assert process.starts == 5
 
 
+async def test_an_unexpected_error_of_a_restart_is_logged_and_the_next_restart_helps(tmp_path, monkeypatch, caplog):
+    fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+    process = fleet.processes[0]
+    spawn = process.spawn
+
+    def no_room():
+        monkeypatch.setattr(process, "spawn", spawn)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(process, "spawn", no_room)
+    process.server.drop["/generate"] = ["die"]
+    completion = await asyncio.wait_for(engine.generate("r", PROMPT, SamplingParams(8)), 10)
+    assert completion.finish_reason is FinishReason.STOP and process.starts == 2
+    [failed] = [record for record in caplog.records if "restart 1: [Errno 28]" in record.getMessage()]
+    assert failed.exc_info
+
+
 async def test_requests_wait_as_long_as_a_server_is_being_restarted(tmp_path):
     """The patience for servers that serve nothing does not run meanwhile."""
     fleet, engine = await fake_fleet(config(tmp_path), tmp_path)

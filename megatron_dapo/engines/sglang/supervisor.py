@@ -222,7 +222,9 @@ class Supervisor:
                 log.warning("server %s is back (restart %d)", self._server.name, self.restarts)
                 self.budget.serving()
                 return True
-            except EngineError as error:
+            except Exception as error:
+                unexpected = not isinstance(error, EngineError)
+                log.warning("server %s: restart %d: %s", self._server.name, self.restarts, error, exc_info=unexpected)
                 self._state.recovering(str(error))
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
