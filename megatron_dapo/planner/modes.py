@@ -64,21 +64,22 @@ def _with_transport(config: Config, cluster: Cluster) -> Config:
 
 def _modes(config: Config, task: Task) -> list[Mode]:
     """Of one division, with the max_running and server size that are fastest at full speed."""
-    found: list[tuple[Choice, int, Planner]] = []
+    found: list[tuple[Choice, Planner]] = []
     trainers = _trainer(task, config)
     for running in MAX_RUNNING:
         servers = config.rollout.servers.model_copy(update={"max_running": running})
         rollout = config.rollout.model_copy(update={"servers": servers, "engine": "sglang"})
         planner = Planner(config.model_copy(update={"rollout": rollout}), task)
-        found += [(pair, pair.engine.tensor_parallel, planner) for pair in planner.pairs(trainers) if pair.engine]
+        found += [(pair, planner) for pair in planner.pairs(trainers)]
     if not found:
         return []
-    choice, tensor_parallel, planner = min(found, key=lambda item: item[0].at_full_speed)
+    choice, planner = min(found, key=lambda item: item[0].at_full_speed)
+    assert choice.engine is not None  # it is sglang
     rollout, phases = planner.config.rollout, planner.phases(planner.with_generation(choice))
     return [
         Mode(
-            task.cluster.engine_gpus, rollout.weights.transport, staleness, choice.trainer, tensor_parallel,
-            rollout.servers.max_running, {phase.name: phase.seconds for phase in phases},
+            task.cluster.engine_gpus, rollout.weights.transport, staleness, choice.trainer,
+            choice.engine.tensor_parallel, rollout.servers.max_running, {phase.name: phase.seconds for phase in phases},
             step_seconds(phases, task.cluster, staleness),
         )
         for staleness in ((0,) if task.cluster.colocated else (0, 1))

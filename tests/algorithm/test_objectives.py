@@ -101,7 +101,7 @@ def test_what_is_not_an_objective_is_an_error(own):
         load_objective(AlgorithmConfig(objective="python:own_objectives.g"))
 
 
-def test_an_error_of_its_constructor_names_it_and_its_line_and_keeps_its_traceback(own, monkeypatch):
+def test_an_error_of_its_constructor_names_it_and_its_line_and_keeps_its_traceback(own):
     class WithAnError(Reinforce):
         def __init__(self, config):
             super().__init__(config)

@@ -64,7 +64,7 @@ def test_a_run_calls_the_functions_of_the_journeys_in_this_order(trace):
 
 # Lower a number when the way has become shorter. A higher one needs a reason in the commit.
 LIMITS = {
-    "package lines": 52_387,
+    "package lines": 52_390,
     "package files": 271,
     "files entered by the run": 96,
     "file → file call edges": 240,  # 235; under load another order of the threads may add a few

@@ -145,7 +145,7 @@ async def test_a_port_that_is_taken_during_the_start_is_an_error_with_the_log(tm
         config = fleet_settings(count=1)
         fleet = Fleet(config, str(tmp_path), tmp_path, make_command=fake_command(0.0))
         fleet.processes[0].port = holder.getsockname()[1]
-        with pytest.raises(EngineError, match=r"(?s)ended with exit code 1 while starting.*[Aa]ddress already in use"):
+        with pytest.raises(EngineError, match=r"(?s)ended with exit code 1 while starting.*Address already in use"):
             await fleet.start()
 
 

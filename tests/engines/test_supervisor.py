@@ -162,6 +162,24 @@ async def test_an_unexpected_error_of_a_restart_is_logged_and_the_next_restart_h
     assert failed.exc_info
 
 
+async def test_an_unexpected_error_while_a_server_is_admitted_again_is_logged_and_a_restart_helps(
+    tmp_path, monkeypatch, caplog
+):
+    fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+    admit = engine.admit
+
+    async def broken(server):
+        monkeypatch.setattr(engine, "admit", admit)
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(engine, "admit", broken)
+    fleet.recover(engine.servers[0], EngineError("a call failed"))
+    completion = await asyncio.wait_for(engine.generate("r", PROMPT, SamplingParams(8)), 10)
+    assert completion.finish_reason is FinishReason.STOP and fleet.processes[0].starts == 2
+    [failed] = [record for record in caplog.records if "cannot go on as it is: a bug" in record.getMessage()]
+    assert failed.exc_info
+
+
 async def test_requests_wait_as_long_as_a_server_is_being_restarted(tmp_path):
     """The patience for servers that serve nothing does not run meanwhile."""
     fleet, engine = await fake_fleet(config(tmp_path), tmp_path)

@@ -223,8 +223,7 @@ class Supervisor:
                 self.budget.serving()
                 return True
             except Exception as error:
-                unexpected = not isinstance(error, EngineError)
-                log.warning("server %s: restart %d: %s", self._server.name, self.restarts, error, exc_info=unexpected)
+                self._log(f"restart {self.restarts}", error)
                 self._state.recovering(str(error))
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
@@ -243,11 +242,14 @@ class Supervisor:
         try:
             await self._server.answers()
             await self._engine.admit(self._server)
-        except EngineError as error:
-            log.warning("server %s cannot go on as it is: %s", self._server.name, error)
+        except Exception as error:
+            self._log("cannot go on as it is", error)
             return False
         self.budget.serving()
         return True
+
+    def _log(self, what: str, error: Exception) -> None:
+        log.warning("server %s %s: %s", self._server.name, what, error, exc_info=not isinstance(error, EngineError))
 
     async def _restart(self) -> None:
         """One restart, started over when the trainer needs the GPUs meanwhile."""
