@@ -86,7 +86,8 @@ def table(named: dict[str, list[Row]]) -> str:
     for name, rows in named.items():
         scores = [[found[step] for found in map(held_out, rows) if step in found] for step in steps]
         cells = [spread(values) if values else "" for values in scores]
-        means = [f"{fmean(row[key] for row in rows):,.0f}" for key in ("trained", "generated")]
+        known = [[row[key] for row in rows if key in row] for key in ("trained", "generated")]
+        means = [f"{fmean(counts):,.0f}" if counts else "" for counts in known]
         lines.append("| " + " | ".join([name, str(len(rows)), *means, *cells]) + " |")
     return "\n".join(lines)
 
@@ -103,8 +104,9 @@ def draw(named: dict[str, list[Row]], file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, rows in named.items():
-        steps = list(held_out(rows[0]))
-        values = [[held_out(row)[step] for row in rows] for step in steps]
+        found = [held_out(row) for row in rows]
+        steps = sorted({step for scores in found for step in scores})
+        values = [[scores[step] for scores in found if step in scores] for step in steps]
         (line,) = axes.plot(steps, [fmean(v) for v in values], label=name, linewidth=1.8)
         axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.15)
     axes.set(xlabel="step", ylabel="held-out accuracy, %")
