@@ -1,9 +1,9 @@
 """Chooses the server for each request, and queues requests when no server has room.
 
 A request goes where it is expected to finish first. A server with n requests needs (n + N) ÷ speed seconds for a token
-of each. Its speed is measured from what its requests have generated; N is max_running, as if a full server decoded half
-as fast as an idle one. Among equal servers this is the least busy one. Where a choice turns out wrong (a server became
-slow, another one came back), `overloaded` names requests to move.
+of each. Its speed is measured from what its requests have generated, short ones (an update aborts many) counting less;
+N is max_running, as if a full server decoded half as fast as an idle one. Among equal servers this is the least busy
+one. Where a choice turns out wrong (a server became slow, another one came back), `overloaded` names requests to move.
 
 A free slot goes to the oldest waiting request, and an abort wakes nobody else. A choice costs O(log servers).
 
@@ -28,9 +28,8 @@ from megatron_dapo.errors import EngineError
 AFFINITY_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
 REFILL_SHARE = 8  # a full server gets requests again after 1 in REFILL_SHARE of its own has ended
 TICK = 0.25  # seconds after which waiting requests are looked at again without any event
-MEMORY = 64  # requests after which a measurement of a server's speed counts 1/e
+MEMORY = 64  # requests, or as many as a server runs, after which a measurement of its speed counts 1/e
 LEAST_MEASURED = 8  # requests before a speed is believed
-LEAST_TOKENS = 32  # of a request that says something about speed; a shorter one mostly waits for its prefill
 EQUAL = (0.8, 1.25)  # of the median speed: the difference is noise
 MOVE_RATIO = 1.5  # requests move to a server on which they run so much faster
 FORGET_SECONDS = 120.0  # a server without requests is then measured again
@@ -49,12 +48,13 @@ class _Place:
         self.seconds = 0.0
         self.last_used = 0.0
 
-    def measure(self, tokens: int, seconds: float, crowd: float, now: float) -> None:
-        decay = 1 - 1 / MEMORY
+    def measure(self, tokens: int, seconds: float, crowd: float, memory: int) -> None:
+        weight = min(1.0, seconds * self.measured / self.seconds) if self.seconds else 1.0
+        decay = 1 - weight / memory
         self.measured = self.measured * decay + 1
         self.work = self.work * decay + tokens * crowd
         self.seconds = self.seconds * decay + seconds
-        self.last_used = now
+        self.last_used = asyncio.get_running_loop().time()
 
     @property
     def speed(self) -> float | None:
@@ -155,8 +155,8 @@ class LoadBalancer:
         place = self._place_of.get(server)
         if place is None:  # it has left
             return
-        if tokens >= LEAST_TOKENS:
-            place.measure(tokens, seconds, crowd + self._max_running, asyncio.get_running_loop().time())
+        if tokens:
+            place.measure(tokens, seconds, crowd + self._max_running, max(MEMORY, self._max_running))
             self._measurements += 1
             if self._measurements % max(MEMORY, 4 * len(self._places)) == 1:
                 self._find_typical()
