@@ -180,6 +180,28 @@ async def test_an_unexpected_error_while_a_server_is_admitted_again_is_logged_an
     assert failed.exc_info
 
 
+async def test_an_unexpected_error_of_a_health_check_is_logged_and_counts_as_a_missed_one(
+    tmp_path, monkeypatch, caplog
+):
+    fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+    process, [server] = fleet.processes[0], engine.servers
+    answers, left = server.answers, [2]
+
+    async def broken():
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ValueError("a bug")
+        await answers()
+
+    monkeypatch.setattr(server, "answers", broken)
+    await asyncio.wait_for(until(lambda: left[0] < 0), 10)
+    failed = [record for record in caplog.records if "cannot be checked: a bug" in record.getMessage()]
+    assert process.starts == 1 and len(failed) == 2 and failed[0].exc_info
+    process.server.drop["/generate"] = ["die"]
+    completion = await asyncio.wait_for(engine.generate("r", PROMPT, SamplingParams(8)), 10)
+    assert completion.finish_reason is FinishReason.STOP and process.starts == 2
+
+
 async def test_requests_wait_as_long_as_a_server_is_being_restarted(tmp_path):
     """The patience for servers that serve nothing does not run meanwhile."""
     fleet, engine = await fake_fleet(config(tmp_path), tmp_path)

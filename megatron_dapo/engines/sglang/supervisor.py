@@ -91,8 +91,7 @@ class Supervisor:
     async def end_process(self) -> bool:
         """Ends the server and whatever is being done to restart it; False if it is not ours to end. The restart goes
         on when the engine has the GPUs."""
-        attempt = self._attempt
-        if attempt is not None:
+        if (attempt := self._attempt) is not None:
             attempt.cancel()
             await asyncio.wait([attempt])
         await self._process.end(KILL_SECONDS)
@@ -185,7 +184,9 @@ class Supervisor:
             if self._state.phase is Phase.SERVING and self._engine.generating:
                 await self._server.renew_lease()
             self._missed = 0
-        except EngineError as error:
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                self._log("cannot be checked", error)
             # A check between heartbeats must not make a slow server look like one that missed several.
             self._missed += MISSED_CHECKS if nobody_listens(error) else 0 if requested else 1
             if self._missed >= MISSED_CHECKS or not self._process.alive():
@@ -193,9 +194,8 @@ class Supervisor:
         return None
 
     def _must_prove_generation(self) -> bool:
-        idle = time.monotonic() - self._state.last_completion
         serving = self._state.serves(self._engine.weight_version) and self._engine.generating
-        return serving and idle > self._config.health_interval
+        return serving and time.monotonic() - self._state.last_completion > self._config.health_interval
 
     async def _generates(self) -> None:
         version = self._engine.weight_version
