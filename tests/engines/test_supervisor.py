@@ -246,6 +246,28 @@ async def test_a_server_with_the_trainers_base_is_used_again_when_it_replies_aga
     assert completion.finish_reason is FinishReason.STOP and fleet.processes[0].starts == 1
 
 
+async def test_an_unexpected_error_while_a_server_is_given_up_is_logged_and_it_is_asked_again(
+    tmp_path, monkeypatch, caplog
+):
+    chosen = config(tmp_path, control_timeout=0.1, restart_recovery=1800)
+    shared = chosen.servers.model_copy(update={"share_base": True})  # without the adapters that it needs
+    fleet, engine = await fake_fleet(chosen.model_copy(update={"servers": shared}), tmp_path)
+    process, [server] = fleet.processes[0].server, engine.servers
+    process.hanging = {"/model_info"}
+    await until(lambda: server.state.phase is Phase.GIVEN_UP)
+    answers = server.answers
+
+    async def broken():
+        monkeypatch.setattr(server, "answers", answers)
+        process.hanging = set()
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(server, "answers", broken)
+    await asyncio.wait_for(until(lambda: server.state.phase is Phase.SERVING), 10)
+    [failed] = [record for record in caplog.records if "cannot be checked: a bug" in record.getMessage()]
+    assert failed.exc_info
+
+
 @pytest.mark.parametrize("in_flight", [False, True])
 async def test_requests_wait_for_an_update_only_where_one_can_come(tmp_path, in_flight):
     """Without a snapshot a restarted server needs an update, which follows the batch that waits for the server, unless

@@ -126,13 +126,11 @@ class Supervisor:
         if self._state.phase is Phase.GIVEN_UP:
             await self._wait_given_up()
         while True:
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for: it swallows a `stop` that comes together with a report.
+                async with asyncio.timeout(self._config.heartbeat):
+                    await self._check_now.wait()
             requested = self._check_now.is_set()
-            if not requested:
-                with contextlib.suppress(TimeoutError):
-                    # Not wait_for: it swallows a `stop` that comes together with a report.
-                    async with asyncio.timeout(self._config.heartbeat):
-                        await self._check_now.wait()
-                requested = self._check_now.is_set()
             self._check_now.clear()
             cause = await self._diagnose(requested)
             if cause is None:
@@ -167,7 +165,8 @@ class Supervisor:
     async def _replies(self) -> bool:
         try:
             await self._server.answers()
-        except EngineError:
+        except Exception as error:
+            self._log("cannot be checked", error, only_unexpected=True)
             return False
         return True
 
@@ -185,8 +184,7 @@ class Supervisor:
                 await self._server.renew_lease()
             self._missed = 0
         except Exception as error:
-            if not isinstance(error, EngineError):
-                self._log("cannot be checked", error)
+            self._log("cannot be checked", error, only_unexpected=True)
             # A check between heartbeats must not make a slow server look like one that missed several.
             self._missed += MISSED_CHECKS if nobody_listens(error) else 0 if requested else 1
             if self._missed >= MISSED_CHECKS or not self._process.alive():
@@ -225,7 +223,7 @@ class Supervisor:
             except Exception as error:
                 self._log(f"restart {self.restarts}", error)
                 self._state.recovering(str(error))
-                with contextlib.suppress(EngineError):
+                with contextlib.suppress(Exception):  # the next restart ends it, too
                     await self._process.end(KILL_SECONDS)
                 if not self._process.ours and not await self._replies():  # it has been waited for
                     break
@@ -248,8 +246,10 @@ class Supervisor:
         self.budget.serving()
         return True
 
-    def _log(self, what: str, error: Exception) -> None:
-        log.warning("server %s %s: %s", self._server.name, what, error, exc_info=not isinstance(error, EngineError))
+    def _log(self, what: str, error: Exception, *, only_unexpected: bool = False) -> None:
+        unexpected = not isinstance(error, EngineError)
+        if unexpected or not only_unexpected:
+            log.warning("server %s %s: %s", self._server.name, what, error, exc_info=unexpected)
 
     async def _restart(self) -> None:
         """One restart, started over when the trainer needs the GPUs meanwhile."""
