@@ -79,13 +79,22 @@ def label(row: Row) -> str:
     return f"{row['task']}/{row['combination']}"
 
 
+def scores_of(rows: list[Row]) -> dict[int, list[float]]:
+    """By step, of the seeds that have reached it."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        for step, score in held_out(row).items():
+            found.setdefault(step, []).append(score)
+    return dict(sorted(found.items()))
+
+
 def table(named: dict[str, list[Row]]) -> str:
-    steps = sorted({step for rows in named.values() for row in rows for step in held_out(row)})
+    scores = {name: scores_of(rows) for name, rows in named.items()}
+    steps = sorted({step for found in scores.values() for step in found})
     lines = ["| run | seeds | trained | generated | " + " | ".join(f"step {step}" for step in steps) + " |"]
     lines += ["|---" * (len(steps) + 4) + "|"]
     for name, rows in named.items():
-        scores = [[found[step] for found in map(held_out, rows) if step in found] for step in steps]
-        cells = [spread(values) if values else "" for values in scores]
+        cells = [spread(scores[name][step]) if step in scores[name] else "" for step in steps]
         known = [[row[key] for row in rows if key in row] for key in ("trained", "generated")]
         means = [f"{fmean(counts):,.0f}" if counts else "" for counts in known]
         lines.append("| " + " | ".join([name, str(len(rows)), *means, *cells]) + " |")
@@ -104,9 +113,8 @@ def draw(named: dict[str, list[Row]], file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, rows in named.items():
-        found = [held_out(row) for row in rows]
-        steps = sorted({step for scores in found for step in scores})
-        values = [[scores[step] for scores in found if step in scores] for step in steps]
+        scores = scores_of(rows)
+        steps, values = list(scores), scores.values()
         (line,) = axes.plot(steps, [fmean(v) for v in values], label=name, linewidth=1.8)
         axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.15)
     axes.set(xlabel="step", ylabel="held-out accuracy, %")
